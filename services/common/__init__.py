@@ -1,0 +1,1 @@
+"""What any process needs to be a process. No LLM word in here."""

@@ -1,0 +1,43 @@
+"""Structured logs on standard error: JSON lines, or coloured text on a terminal. Never prompts, tokens or keys."""
+
+import logging
+import sys
+
+import structlog
+
+Logger = structlog.stdlib.BoundLogger
+
+
+def setup(service: str, level: str = "info", json: bool | None = None) -> None:
+    """Configures logging for this process, the standard library's records included. JSON unless stderr is a terminal."""
+    as_json = not sys.stderr.isatty() if json is None else json
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.dict_tracebacks if as_json else structlog.processors.format_exc_info,
+    ]
+    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    structlog.contextvars.bind_contextvars(service=service)
+
+
+def get(name: str) -> Logger:
+    """A logger by module name."""
+    logger: Logger = structlog.stdlib.get_logger(name)
+    return logger

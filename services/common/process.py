@@ -1,0 +1,96 @@
+"""A process's life: one event loop, a stop signal, an internal HTTP port with /metrics, /health and /ready."""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+
+import uvicorn
+import uvloop
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+Ready = Callable[[], str | None]
+"""None when the process takes work, else the reason why not, for people."""
+
+
+def run(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Runs `serve(stop)` on a fresh uvloop. SIGTERM and SIGINT set `stop`; serve drains and returns."""
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await serve(stop)
+
+    uvloop.run(main())
+
+
+class InternalHttp:
+    """The internal port: /metrics (Prometheus text), /health (the process answers), /ready (it takes work; 503 says why not)."""
+
+    def __init__(self, address: str, registry: CollectorRegistry, ready: Ready) -> None:
+        self._registry = registry
+        self._ready = ready
+        routes = [Route("/metrics", self._metrics), Route("/health", self._health), Route("/ready", self._readiness)]
+        self._http = HttpServer(Starlette(routes=routes), address)
+
+    async def start(self) -> int:
+        """Listens and returns the port."""
+        return await self._http.start()
+
+    async def stop(self) -> None:
+        """Closes the port."""
+        await self._http.stop()
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _health(self, _: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def _readiness(self, _: Request) -> Response:
+        reason = self._ready()
+        return PlainTextResponse("ready\n" if reason is None else f"not ready: {reason}\n", 200 if reason is None else 503)
+
+
+class HttpServer:
+    """An ASGI app on the running event loop, without uvicorn's own signal handling."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], address: str, *, drain_seconds: int = 10) -> None:
+        host, _, port = address.rpartition(":")
+        config = uvicorn.Config(
+            app,
+            host=host.strip("[]"),
+            port=int(port),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=drain_seconds,
+            h11_max_incomplete_event_size=64 << 10,
+        )
+        self._server = uvicorn.Server(config)
+        self._address = address
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Listens and returns the port. OSError names the address where it is taken."""
+        try:
+            socket = self._server.config.bind_socket()
+        except SystemExit as error:  # uvicorn exits where a library should raise
+            raise OSError(f"cannot listen on {self._address}: is the port taken? Choose another or stop what uses it") from error
+        self._server.config.load()
+        self._server.lifespan = self._server.config.lifespan_class(self._server.config)
+        # _serve, not serve: uvicorn's serve() takes over the process's signal handlers.
+        self._task = asyncio.create_task(self._server._serve(sockets=[socket]))
+        port: int = socket.getsockname()[1]
+        return port
+
+    async def stop(self) -> None:
+        """Lets open responses end, then closes."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task

@@ -1,0 +1,67 @@
+"""gRPC channels and servers with the mesh's limits: message size, keepalive, health, reflection, channelz."""
+
+from collections.abc import Iterable
+
+import grpc
+from grpc_channelz.v1 import channelz
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""A 1 MiB prompt as token ids is under 4 MiB; what is larger is refused by gRPC with RESOURCE_EXHAUSTED and this number."""
+
+_SHARED_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+# A half-open connection is noticed after keepalive time + timeout.
+_CHANNEL_OPTIONS = [*_SHARED_OPTIONS, ("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
+# Clients may ping every 5 s; the default of 5 minutes ends long silent streams with GOAWAY too_many_pings.
+_SERVER_OPTIONS = [
+    *_SHARED_OPTIONS,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+]
+
+
+def channel(address: str) -> grpc.aio.Channel:
+    """A channel to host:port that reconnects within a second of its peer's return."""
+    backoff = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.min_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1_000)]
+    return grpc.aio.insecure_channel(address, options=[*_CHANNEL_OPTIONS, *backoff])
+
+
+def server(interceptors: Iterable[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
+    """A server with the mesh's limits; add services, then `add_standard_services`, then a port."""
+    return grpc.aio.server(interceptors=list(interceptors), options=_SERVER_OPTIONS)
+
+
+def add_standard_services(server: grpc.aio.Server, service_names: Iterable[str], *, internal: bool = False) -> health.aio.HealthServicer:
+    """Adds grpc.health.v1 and reflection, and channelz on internal servers. Health starts as NOT_SERVING."""
+    names = list(service_names)
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    names += [health.SERVICE_NAME, reflection.SERVICE_NAME]
+    if internal:
+        channelz.add_channelz_servicer(server)
+    reflection.enable_server_reflection(names, server)
+    return servicer
+
+
+async def set_health(servicer: health.aio.HealthServicer, *, serving: bool, service_names: Iterable[str] = ()) -> None:
+    """Tells health checks whether this server takes work."""
+    status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    for name in ["", *service_names]:
+        await servicer.set(name, status)
+
+
+def bind(server: grpc.aio.Server, address: str) -> int:
+    """Binds host:port (port 0: any) and returns the port. OSError names the address where it is taken."""
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: is the port taken? Choose another or stop what uses it") from error

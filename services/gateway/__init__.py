@@ -1,0 +1,1 @@
+"""The public face: authenticates, validates, tokenises, and streams answers back."""

@@ -1,0 +1,1 @@
+"""Decides where and when a request runs. The only owner of Redis."""

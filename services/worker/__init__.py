@@ -1,0 +1,1 @@
+"""Runs an engine on one device for the gateways that hold a lease."""
