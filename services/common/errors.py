@@ -72,10 +72,8 @@ def to_status(error: StatusError) -> status_pb2.Status:
     return status
 
 
-def from_rpc(error: grpc.RpcError) -> StatusError:
+def from_rpc(error: grpc.aio.AioRpcError) -> StatusError:
     """The StatusError that a peer sent; a plain status keeps its code and words."""
-    if not isinstance(error, grpc.Call):
-        return StatusError(Code.UNKNOWN, str(error))
     try:
         status = rpc_status.from_call(error)
     except ValueError:  # details that contradict the status: keep the status
