@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 
 import uvicorn
@@ -78,16 +79,25 @@ class HttpServer:
 
     async def start(self) -> int:
         """Listens and returns the port. OSError names the address where it is taken."""
-        try:
-            socket = self._server.config.bind_socket()
-        except SystemExit as error:  # uvicorn exits where a library should raise
-            raise OSError(f"cannot listen on {self._address}: is the port taken? Choose another or stop what uses it") from error
+        listener = self._listen()
         self._server.config.load()
         self._server.lifespan = self._server.config.lifespan_class(self._server.config)
         # _serve, not serve: uvicorn's serve() takes over the process's signal handlers.
-        self._task = asyncio.create_task(self._server._serve(sockets=[socket]))
-        port: int = socket.getsockname()[1]
+        self._task = asyncio.create_task(self._server._serve(sockets=[listener]))
+        port: int = listener.getsockname()[1]
         return port
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._server.config.host else socket.AF_INET
+        listener = socket.socket(family)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self._server.config.host, self._server.config.port))
+        except OSError as error:
+            listener.close()
+            raise OSError(f"cannot listen on {self._address} ({error.strerror}): choose another port or stop what uses it") from error
+        listener.setblocking(False)
+        return listener
 
     async def stop(self) -> None:
         """Lets open responses end, then closes."""

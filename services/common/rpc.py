@@ -41,7 +41,10 @@ def server(interceptors: Iterable[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.
 
 
 def add_standard_services(server: grpc.aio.Server, service_names: Iterable[str], *, internal: bool = False) -> health.aio.HealthServicer:
-    """Adds grpc.health.v1 and reflection, and channelz on internal servers. Health starts as NOT_SERVING."""
+    """Adds grpc.health.v1 and reflection, and channelz on internal servers.
+
+    Health says SERVING at once: call `set_health(serving=False)` before the server starts where that is not yet true.
+    """
     names = list(service_names)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -64,4 +67,4 @@ def bind(server: grpc.aio.Server, address: str) -> int:
     try:
         return server.add_insecure_port(address)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: is the port taken? Choose another or stop what uses it") from error
+        raise OSError(f"cannot listen on {address}: choose another port or stop what uses it") from error
