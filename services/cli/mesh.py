@@ -1,0 +1,182 @@
+"""Which processes a mesh on one machine has, in which order they start, and what each needs to know of the others."""
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from forebay.v1 import inference_pb2, inference_pb2_grpc
+from services.cli import keys, valkey
+from services.cli.home import Home, Running
+from services.cli.models import ModelFiles
+from services.cli.problem import Problem
+from services.cli.supervisor import ChildSpec, Event, Supervisor
+from services.common import rpc
+
+_READY_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the command line asked for. Port 0 takes any free one."""
+
+    models: tuple[ModelFiles, ...]
+    workers: int = 1
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    http_port: int = 8000
+    kv_memory: str | None = None
+    log_level: str = "info"
+
+
+class Mesh:
+    """One mesh from `start` to `stop`. `listener` hears of every step and every child."""
+
+    def __init__(self, plan: Plan, home: Home, listener: Callable[[Event], None]) -> None:
+        self._plan = plan
+        self._home = home
+        self._listener = listener
+        self._supervisor = Supervisor(home.logs, listener)
+        self._socket: Path | None = None
+
+    async def start(self) -> Running:
+        """Starts everything and returns when every model answers. Problem says what stood in the way; call `stop` then, too."""
+        for flag, port in (("--grpc-port", self._plan.grpc_port), ("--http-port", self._plan.http_port)):
+            _check_free(self._plan.host, port, flag)
+        redis_url = await self._start_valkey()
+        identity = self._make_keys()
+        scheduler = await self._start("scheduler", {"FOREBAY_LISTEN_ADDRESS": "127.0.0.1:0", "FOREBAY_REDIS_URL": redis_url})
+        await self._start_workers(str(scheduler["address"]))
+        gateway = await self._start_gateway(str(scheduler["address"]), identity)
+        grpc_address, http_address = _reachable(str(gateway["grpc_address"])), _reachable(str(gateway["http_address"]))
+        await self._wait_for_models(grpc_address, identity.token)
+        names = tuple(model.name for model in self._plan.models)
+        running = Running(os.getpid(), grpc_address, f"http://{http_address}/v1", identity.token, names, self._supervisor.pids)
+        self._home.write(running)
+        return running
+
+    async def stop(self) -> None:
+        """Drains and stops gateway, workers, scheduler, Valkey, in this order."""
+        self._home.clear()
+        await self._supervisor.stop()
+        if self._socket is not None and self._socket.parent != self._home.valkey:
+            self._socket.unlink(missing_ok=True)
+            self._socket.parent.rmdir()
+
+    def kill(self) -> None:
+        """Ends everything at once."""
+        self._supervisor.kill()
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Process ids by name."""
+        return self._supervisor.pids
+
+    async def _start_valkey(self) -> str:
+        self._socket = valkey.socket_path(self._home.valkey)
+        await self._supervisor.start(valkey.spec(self._home.valkey, self._socket))
+        return f"unix://{self._socket}"
+
+    def _make_keys(self) -> keys.Identity:
+        self._listener(Event("keys", "starting"))
+        identity = keys.ensure(self._home.keys)
+        self._listener(Event("keys", "listening", {"renewed": identity.renewed}))
+        return identity
+
+    async def _start_workers(self, scheduler_address: str) -> None:
+        plan = self._plan
+        placed = [model for model in plan.models for _ in range(plan.workers)]
+        # Workers that share the cores would slow each other by more threads than cores.
+        threads = max(1, len(os.sched_getaffinity(0)) // len(placed))
+        starts = []
+        for number, model in enumerate(placed, start=1):
+            environment = {
+                "FOREBAY_LISTEN_ADDRESS": "127.0.0.1:0",
+                "FOREBAY_SCHEDULERS": scheduler_address,
+                "FOREBAY_MODEL": f"{model.path}={model.name}",
+                "FOREBAY_WORKER_ID": f"worker-{number}",
+                "FOREBAY_NUM_THREADS": str(threads),
+            }
+            if plan.kv_memory is not None:
+                environment["FOREBAY_KV_MEMORY"] = plan.kv_memory
+            starts.append(self._start("worker", environment, name=f"worker-{number}"))
+        await _all(starts)
+
+    async def _start_gateway(self, scheduler_address: str, identity: keys.Identity) -> Mapping[str, object]:
+        plan = self._plan
+        models = ",".join(f"{model.path}=" + "|".join((model.name, *model.aliases)) for model in plan.models)
+        environment = {
+            "FOREBAY_GRPC_ADDRESS": f"{plan.host}:{plan.grpc_port}",
+            "FOREBAY_HTTP_ADDRESS": f"{plan.host}:{plan.http_port}",
+            "FOREBAY_SCHEDULERS": scheduler_address,
+            "FOREBAY_MODELS": models,
+            "FOREBAY_JWKS_FILE": str(identity.jwks_path),
+            "FOREBAY_JWT_ISSUER": keys.ISSUER,
+            "FOREBAY_JWT_AUDIENCE": keys.AUDIENCE,
+        }
+        pins = {"grpc_address": "FOREBAY_GRPC_ADDRESS", "http_address": "FOREBAY_HTTP_ADDRESS"}
+        return await self._start("gateway", environment, pins=pins)
+
+    async def _start(
+        self, service: str, environment: Mapping[str, str], *, name: str = "", pins: Mapping[str, str] | None = None
+    ) -> Mapping[str, object]:
+        common = {"FOREBAY_LOG_LEVEL": self._plan.log_level, "FOREBAY_INTERNAL_ADDRESS": "127.0.0.1:0", "PYTHONUNBUFFERED": "1"}
+        pinned = {"internal_address": "FOREBAY_INTERNAL_ADDRESS", **(pins or {"address": "FOREBAY_LISTEN_ADDRESS"})}
+        command = (sys.executable, "-m", f"services.{service}")
+        return await self._supervisor.start(ChildSpec(name or service, command, {**common, **environment}, pinned))
+
+    async def _wait_for_models(self, grpc_address: str, token: str) -> None:
+        """The gateway learns of workers from the scheduler within a second; a mesh is up when it has."""
+        self._listener(Event("models", "starting"))
+        deadline = asyncio.get_running_loop().time() + _READY_SECONDS
+        waiting: list[str] = ["all models"]
+        async with rpc.channel(grpc_address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            while waiting:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise Problem(f"no worker took up {', '.join(waiting)} within {_READY_SECONDS:g} s: see {self._home.logs}")
+                try:
+                    listed = await stub.ListModels(
+                        inference_pb2.ListModelsRequest(), metadata=[("authorization", f"Bearer {token}")], timeout=5
+                    )
+                except grpc.aio.AioRpcError as error:
+                    if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                        raise Problem(
+                            f"the gateway refuses its own token ({error.details()}): see {self._home.logs}/gateway.log"
+                        ) from error
+                else:
+                    ready = {model.name for model in listed.models if model.ready}
+                    waiting = [model.name for model in self._plan.models if model.name not in ready]
+                await asyncio.sleep(0.05)
+        self._listener(Event("models", "listening"))
+
+
+async def _all(starts: Iterable[Awaitable[Mapping[str, object]]]) -> None:
+    """Runs starts side by side. The first failure wins; the rest are awaited so that `stop` finds every child."""
+    for result in await asyncio.gather(*starts, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+def _check_free(host: str, port: int, flag: str) -> None:
+    if port == 0:
+        return
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            raise Problem(
+                f"port {port} on {host} is taken ({error.strerror}): stop what uses it, or pass {flag} with another (0: any free one)"
+            ) from error
+
+
+def _reachable(address: str) -> str:
+    """An address that this machine can connect to, for one that listens on every interface."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "::", "") else address  # noqa: S104

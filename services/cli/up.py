@@ -1,0 +1,85 @@
+"""`forebay up`: starts a mesh on this machine and keeps it up until Ctrl-C."""
+
+import asyncio
+import contextlib
+import json
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from services.cli import models, screen
+from services.cli.home import Home, Running
+from services.cli.mesh import Mesh, Plan
+
+
+def up(
+    model: Annotated[
+        list[str] | None, typer.Option("--model", "-m", help="GGUF file, model folder or hub name, with =ALIAS behind. May be repeated.")
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", "-w", min=1, max=64, help="Workers per model.")] = 1,
+    host: Annotated[str, typer.Option(help="Where the gateway listens; 0.0.0.0 opens it to the network.")] = "127.0.0.1",
+    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 50051,
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    kv_memory: Annotated[str | None, typer.Option(help="Cache memory per worker, 512MB say. None: the worker decides.")] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of a screen: one per event, `up` when it is up.")] = False,
+) -> None:
+    """Starts Valkey, a scheduler, workers and a gateway, and keeps them running."""
+    plan = Plan(tuple(models.find_all(model or [])), workers, host, grpc_port, http_port, kv_memory, log_level)
+    asyncio.run(_keep_up(plan, Home.from_environment(), as_json))
+
+
+async def _keep_up(plan: Plan, home: Home, as_json: bool) -> None:
+    console = Console()
+    steps = screen.StepList(console)
+    hear = screen.json_listener() if as_json else steps.hear
+    home.make()
+    with home.lock():
+        mesh = Mesh(plan, home, hear)
+        async with until_signal(mesh) as stopped:
+            with contextlib.nullcontext() if as_json else steps:
+                running = await _start_or_stop(mesh, stopped)
+            if running is None:
+                return
+            if as_json:
+                print(json.dumps({"event": "up", **asdict(running)}), flush=True)
+            else:
+                screen.print_box(console, running)
+            await stopped.wait()
+            if not as_json:
+                console.print("stopping: streams in flight may end first; Ctrl-C again ends them at once")
+
+
+async def _start_or_stop(mesh: Mesh, stopped: asyncio.Event) -> Running | None:
+    """The mesh when it is up; None when a signal came first."""
+    start, stop = asyncio.create_task(mesh.start()), asyncio.create_task(stopped.wait())
+    await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if start.done():
+        return start.result()
+    start.cancel()
+    await asyncio.wait({start})
+    return None
+
+
+@contextlib.asynccontextmanager
+async def until_signal(mesh: Mesh) -> AsyncIterator[asyncio.Event]:
+    """Stops the mesh when the block ends. The event is set by the first signal; the second kills."""
+    stopped = asyncio.Event()
+
+    def on_signal() -> None:
+        if stopped.is_set():
+            mesh.kill()
+        stopped.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stopped
+    finally:
+        await mesh.stop()
