@@ -1,6 +1,7 @@
 """A process's life: one event loop, a stop signal, an internal HTTP port with /metrics, /health and /ready."""
 
 import asyncio
+import json
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -30,12 +31,19 @@ def run(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     uvloop.run(main())
 
 
-class InternalHttp:
-    """The internal port: /metrics (Prometheus text), /health (the process answers), /ready (it takes work; 503 says why not)."""
+def announce(event: str, **facts: object) -> None:
+    """Tells whoever started this process, with a JSON line on stdout. Nothing else is printed there."""
+    print(json.dumps({"event": event, **facts}), flush=True)
 
-    def __init__(self, address: str, registry: CollectorRegistry, ready: Ready) -> None:
+
+class InternalHttp:
+    """The internal port: /metrics (Prometheus text), /health (the process is sound), /ready (it takes work). 503 says why not."""
+
+    def __init__(self, address: str, registry: CollectorRegistry, ready: Ready, *, sound: Ready = lambda: None) -> None:
+        """`sound`: None, or why only a restart helps."""
         self._registry = registry
         self._ready = ready
+        self._sound = sound
         routes = [Route("/metrics", self._metrics), Route("/health", self._health), Route("/ready", self._readiness)]
         self._http = HttpServer(Starlette(routes=routes), address)
 
@@ -51,7 +59,8 @@ class InternalHttp:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _health(self, _: Request) -> Response:
-        return PlainTextResponse("ok\n")
+        reason = self._sound()
+        return PlainTextResponse("ok\n" if reason is None else f"not ok: {reason}\n", 200 if reason is None else 503)
 
     async def _readiness(self, _: Request) -> Response:
         reason = self._ready()

@@ -1,6 +1,8 @@
 """Settings come from FOREBAY_* environment variables, are read once in __main__, and are then plain frozen values."""
 
-from pydantic import Field
+from typing import TypeVar
+
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -11,3 +13,28 @@ class ServiceSettings(BaseSettings):
 
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
     internal_address: str = Field("127.0.0.1:0", description="host:port of /metrics, /health and /ready; keep it off public networks")
+
+
+Settings = TypeVar("Settings", bound=ServiceSettings)
+
+
+class SettingsError(ValueError):
+    """A variable is missing or wrong: one line for the person who set it."""
+
+
+def read(kind: type[Settings]) -> Settings:
+    """The settings of this process. SettingsError names the variable, its value and what is wrong with it."""
+    try:
+        return kind(**{})  # from the environment alone
+    except ValidationError as error:
+        problems = [_problem(kind, problem["loc"], problem["msg"], problem["input"]) for problem in error.errors()]
+        raise SettingsError("; ".join(problems)) from error
+
+
+def _problem(kind: type[ServiceSettings], location: tuple[int | str, ...], message: str, value: object) -> str:
+    name = str(location[0]) if location else ""
+    variable = f"FOREBAY_{name.upper()}"
+    description = kind.model_fields[name].description if name in kind.model_fields else None
+    # A value with an @ may hold a password.
+    given = f"{variable}={value[:80]}" if isinstance(value, str) and "@" not in value else variable
+    return f"{given}: {message[:1].lower()}{message[1:]}" + (f" ({description})" if description else "")
