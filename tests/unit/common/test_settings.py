@@ -26,7 +26,7 @@ def test_a_bad_value_is_named_with_its_variable_and_meaning(monkeypatch: pytest.
 
 def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FOREBAY_COUNT", raising=False)
-    with pytest.raises(SettingsError, match="^FOREBAY_COUNT: field required"):
+    with pytest.raises(SettingsError, match=r"^FOREBAY_COUNT: field required"):
         read(Example)
 
 
