@@ -1,0 +1,200 @@
+"""The reference attention: plain torch over the paged cache, every row the same bits whatever else is in the step.
+
+Queries are cut into tiles (some tokens of one sequence), equal tiles are stacked into groups, and a group walks the keys in fixed splits
+of SPLIT tokens with an online softmax. A split that a row can't see changes nothing of that row, exactly.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from math import gcd
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.worker.engine.attention.metadata import AttentionMetadata
+from services.worker.engine.config import ModelConfig
+from services.worker.engine.kv_cache import KVCache
+from services.worker.engine.linear import BASE_ROWS, equal_row_sizes
+
+SPLIT = 256  # keys per step of the softmax; part of what "reproducible" means, so never tuned per batch
+_MAX_TILE_ROWS = 256  # query rows (tokens x heads of a group) per tile
+_MAX_GROUP_BYTES = 8 << 20  # keys and values gathered at a time, so that they stay in the processor's cache
+_LOWEST = -1e30  # below every score and yet finite: exp(_LOWEST - _LOWEST) is 1, not NaN
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some tokens of one sequence in this step."""
+
+    sequence: int
+    first_token: int  # in the step
+    num_tokens: int
+    context: int  # positions up to and with the last token of the tile
+
+
+@dataclass(frozen=True)
+class Split:
+    """SPLIT positions of the first `num_tiles` tiles of a group."""
+
+    num_tiles: int
+    rows: Tensor  # [2 * num_tiles * num_kv_heads * rows per split] into the cache's rows of layer 0
+    hidden: Tensor | None  # [num_tiles, 1, num_rows, SPLIT] bool; None: every row sees all of the split
+    unwritten: tuple[Tensor, Tensor] | None  # (tile, slot) pairs that may hold anything, NaN too
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tiles with the same number of tokens, longest context first."""
+
+    num_tokens: int  # of one tile
+    tokens: Tensor  # [num_tiles * num_tokens]
+    num_rows: int  # of one tile and key/value head: num_tokens * group_size, filled up to a safe size
+    splits: tuple[Split, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all layers of a step share."""
+
+    key_rows: Tensor  # [num_tokens * num_kv_heads] rows of head_dim in layer 0
+    value_rows: Tensor
+    unit: int  # tokens per gathered row
+    groups: tuple[Group, ...]
+
+
+class PagedAttention:
+    """Writes a step's keys and values into the cache and attends to all of the context."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
+        self.config = config
+        self.scale = config.head_dim**-0.5
+        on_cpu = torch.device(device).type == "cpu"
+        self.row_sizes = attention_row_sizes(config.head_dim, torch.get_num_threads()) if on_cpu else ()
+
+    def plan(self, metadata: AttentionMetadata, kv: KVCache) -> Plan:
+        """Turn a step's metadata into index tensors, once for all layers."""
+        heads = torch.arange(self.config.num_kv_heads, device=kv.pages.device)
+        page = self.config.num_layers * 2 * self.config.num_kv_heads * kv.block_size  # in rows of head_dim
+        key_rows = (metadata.slot_blocks[:, None] * page + heads * kv.block_size + metadata.slot_offsets[:, None]).flatten()
+        value_rows = key_rows + self.config.num_kv_heads * kv.block_size
+        unit = gcd(kv.block_size, SPLIT)
+        groups = tuple(self._group(tiles, metadata, kv, unit) for tiles in self._tiles(metadata))
+        return Plan(key_rows, value_rows, unit, groups)
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, kv: KVCache, plan: Plan) -> Tensor:
+        """queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim] -> like queries."""
+        head_dim = self.config.head_dim
+        rows = kv.layer_rows(layer, 1)
+        rows.index_copy_(0, plan.key_rows, keys.reshape(-1, head_dim))
+        rows.index_copy_(0, plan.value_rows, values.reshape(-1, head_dim))
+        gathered = kv.layer_rows(layer, plan.unit)
+        queries = queries.float() * self.scale
+        out = torch.empty_like(queries)
+        for group in plan.groups:
+            out.index_copy_(0, group.tokens, self._attend(queries.index_select(0, group.tokens), gathered, group))
+        return out.to(keys.dtype)
+
+    def _attend(self, queries: Tensor, cache_rows: Tensor, group: Group) -> Tensor:
+        """queries [num_tiles * num_tokens, num_heads, head_dim] -> like queries."""
+        num_kv_heads, group_size, head_dim = self.config.num_kv_heads, self.config.group_size, self.config.head_dim
+        used_rows = group.num_tokens * group_size
+        q = queries.view(-1, group.num_tokens, num_kv_heads, group_size, head_dim).transpose(1, 2).reshape(-1, used_rows, head_dim)
+        if group.num_rows > used_rows:
+            q = F.pad(q, (0, 0, 0, group.num_rows - used_rows))
+        top = q.new_full((q.shape[0], group.num_rows, 1), _LOWEST)
+        total = torch.zeros_like(top)
+        weighted = torch.zeros_like(q)
+        for split in group.splits:
+            active = slice(split.num_tiles * num_kv_heads)
+            k, v = cache_rows.index_select(0, split.rows).float().view(2, -1, SPLIT, head_dim)
+            if split.unwritten is not None:
+                v.view(split.num_tiles, num_kv_heads, SPLIT, head_dim).transpose(1, 2)[split.unwritten] = 0
+            scores = torch.bmm(q[active], k.transpose(1, 2))
+            if split.hidden is not None:
+                scores.view(split.num_tiles, num_kv_heads, group.num_rows, SPLIT).masked_fill_(split.hidden, -torch.inf)
+            new_top = torch.maximum(top[active], scores.amax(-1, keepdim=True))
+            kept = (top[active] - new_top).exp_()
+            scores.sub_(new_top).exp_()
+            top[active] = new_top
+            total[active] = total[active] * kept + scores.sum(-1, keepdim=True)
+            weighted[active] = weighted[active] * kept + torch.bmm(scores, v)
+        out = weighted.div_(total)[:, :used_rows].view(-1, num_kv_heads, group.num_tokens, group_size, head_dim)
+        return out.transpose(1, 2).reshape(queries.shape)
+
+    def _tiles(self, metadata: AttentionMetadata) -> Iterator[list[Tile]]:
+        """The tiles of each group."""
+        tile_tokens = max(1, _MAX_TILE_ROWS // self.config.group_size)
+        tiles, first_token = [], 0
+        for sequence, (query, context) in enumerate(zip(metadata.query_lengths, metadata.context_lengths, strict=True)):
+            for start in range(0, query, tile_tokens):
+                num_tokens = min(tile_tokens, query - start)
+                tiles.append(Tile(sequence, first_token + start, num_tokens, context - query + start + num_tokens))
+            first_token += query
+        tiles.sort(key=lambda tile: (tile.num_tokens, -tile.context))
+        split_bytes = 2 * self.config.num_kv_heads * SPLIT * self.config.head_dim * 4
+        limit = max(1, _MAX_GROUP_BYTES // split_bytes)
+        for _, same in groupby(tiles, key=lambda tile: tile.num_tokens):
+            group = list(same)
+            yield from (group[i : i + limit] for i in range(0, len(group), limit))
+
+    def _group(self, tiles: list[Tile], metadata: AttentionMetadata, kv: KVCache, unit: int) -> Group:
+        device = kv.pages.device
+        num_tokens = tiles[0].num_tokens
+        first_tokens = torch.tensor([tile.first_token for tile in tiles])
+        tokens = (first_tokens[:, None] + torch.arange(num_tokens)).flatten().to(device)
+        used_rows = num_tokens * self.config.group_size
+        num_rows = next((size for size in reversed(self.row_sizes) if size >= used_rows), used_rows)
+        contexts = torch.tensor([tile.context for tile in tiles], device=device)
+        tables = metadata.block_tables[torch.tensor([tile.sequence for tile in tiles], device=device)]
+        row_tokens = torch.arange(num_rows, device=device).div(self.config.group_size, rounding_mode="floor").clamp(max=num_tokens - 1)
+        positions = contexts[:, None] - num_tokens + row_tokens  # [num_tiles, num_rows]
+        lowest = min(tile.context - num_tokens for tile in tiles)
+        window = self.config.sliding_window
+        first = 0 if window is None else max(0, lowest - window + 1) // SPLIT
+        splits = []
+        for index in range(first, -(-tiles[0].context // SPLIT)):
+            count = sum(tile.context > index * SPLIT for tile in tiles)
+            splits.append(self._split(index, count, lowest, positions[:count], contexts[:count], tables[:count], kv, unit))
+        return Group(num_tokens, tokens, num_rows, tuple(splits))
+
+    def _split(
+        self, index: int, num_tiles: int, lowest: int, positions: Tensor, contexts: Tensor, tables: Tensor, kv: KVCache, unit: int
+    ) -> Split:
+        """The split that starts at position index * SPLIT. `lowest` is the lowest position of any query row of the group."""
+        config, device = self.config, kv.pages.device
+        start = index * SPLIT
+        starts = torch.arange(start, start + SPLIT, unit, device=device)  # [units]
+        places = (starts // kv.block_size).clamp(max=tables.shape[1] - 1)
+        # Beyond the context any row will do, as it is masked: the first block is the sequence's own and near.
+        blocks = torch.where(starts < contexts[:, None], tables[:, places], tables[:, :1])  # [num_tiles, units]
+        per_head = kv.block_size // unit
+        page = config.num_layers * 2 * config.num_kv_heads * per_head
+        sides = torch.arange(2 * config.num_kv_heads, device=device).view(2, 1, -1, 1) * per_head
+        rows = blocks[None, :, None] * page + sides + (starts % kv.block_size) // unit  # [2, num_tiles, num_kv_heads, units]
+        keys = torch.arange(start, start + SPLIT, device=device)
+        all_seen = start + SPLIT <= lowest + 1 and config.sliding_window is None
+        hidden = None
+        if not all_seen:
+            hidden = keys > positions[:, :, None]
+            if config.sliding_window is not None:
+                hidden |= keys <= positions[:, :, None] - config.sliding_window
+            hidden = hidden[:, None]
+        stale = keys >= contexts[:, None]
+        unwritten = torch.nonzero(stale, as_tuple=True) if bool(stale.any()) else None
+        return Split(num_tiles, rows.flatten(), hidden, unwritten)
+
+
+@lru_cache
+def attention_row_sizes(head_dim: int, num_threads: int) -> tuple[int, ...]:
+    """The numbers of query rows, descending, that are safe for both products of attention with this number of threads."""
+    assert num_threads == torch.get_num_threads()
+    generator = torch.Generator().manual_seed(head_dim)
+    keys = torch.randn(1, SPLIT, head_dim, generator=generator)
+    queries = torch.randn(512, head_dim, generator=generator)
+    probabilities = torch.rand(512, SPLIT, generator=generator)
+    for_scores = equal_row_sizes(lambda rows: torch.bmm(rows[None], keys.transpose(1, 2))[0], queries)
+    for_values = equal_row_sizes(lambda rows: torch.bmm(rows[None], keys)[0], probabilities)
+    return tuple(size for size in for_scores if size in for_values) or (BASE_ROWS,)

@@ -1,0 +1,1 @@
+"""Model definitions: one decoder that serves every architecture by flags."""

@@ -1,0 +1,112 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: what differs between them is flags in ModelConfig.
+
+Knows no file format: it takes weights by their Hugging Face names. A row's bits don't depend on the rest of the step.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from services.worker.engine.attention.metadata import AttentionMetadata
+from services.worker.engine.attention.paged import PagedAttention, Plan
+from services.worker.engine.config import ModelConfig
+from services.worker.engine.kv_cache import KVCache
+from services.worker.engine.linear import Linear
+from services.worker.engine.models.rotary import Rotary, rotate
+
+Weights = Callable[[str], Tensor]  # a tensor by its Hugging Face name, in the device and dtype to compute in
+
+
+class RMSNorm:
+    """x / rms(x) * weight over the last dimension, in fp32."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        self.weight = weight
+        self.epsilon = epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = wide.square().mean(-1, keepdim=True).add_(self.epsilon).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(self.weight)
+
+
+class MLP:
+    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self.gate_up = Linear(torch.cat([weights(f"{prefix}.gate_proj.weight"), weights(f"{prefix}.up_proj.weight")]))
+        self.down = Linear(weights(f"{prefix}.down_proj.weight"))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        # silu by hand: the fused kernel has another exp for the elements that don't fill a vector, so bits would depend on the batch.
+        return self.down((up * gate).div_(gate.neg().exp_().add_(1)))
+
+
+class Attention:
+    """Attention with q, k and v in one product; Qwen2 biases them, Qwen3 normalises q and k per head."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, layer: int, attend: PagedAttention) -> None:
+        self.layer = layer
+        self.attend = attend
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.head_dim = config.head_dim
+        names = [f"{prefix}.{side}_proj" for side in "qkv"]
+        bias = torch.cat([weights(f"{name}.bias") for name in names]) if config.attention_bias else None
+        self.qkv = Linear(torch.cat([weights(f"{name}.weight") for name in names]), bias)
+        self.out = Linear(weights(f"{prefix}.o_proj.weight"))
+        self.q_norm = RMSNorm(weights(f"{prefix}.q_norm.weight"), config.norm_epsilon) if config.qk_norm else None
+        self.k_norm = RMSNorm(weights(f"{prefix}.k_norm.weight"), config.norm_epsilon) if config.qk_norm else None
+
+    def __call__(self, x: Tensor, turns: tuple[Tensor, Tensor], kv: KVCache, plan: Plan) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split_with_sizes(self.heads, 1)
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *turns), rotate(k, *turns)
+        return self.out(self.attend(self.layer, q, k, v, kv, plan).view(len(x), -1))
+
+
+class Layer:
+    """Attention, then the MLP, each on a normalised copy and added to the stream."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, attend: PagedAttention) -> None:
+        prefix = f"model.layers.{layer}"
+        self.attention_norm = RMSNorm(weights(f"{prefix}.input_layernorm.weight"), config.norm_epsilon)
+        self.attention = Attention(config, weights, f"{prefix}.self_attn", layer, attend)
+        self.mlp_norm = RMSNorm(weights(f"{prefix}.post_attention_layernorm.weight"), config.norm_epsilon)
+        self.mlp = MLP(weights, f"{prefix}.mlp")
+
+    def __call__(self, x: Tensor, turns: tuple[Tensor, Tensor], kv: KVCache, plan: Plan) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), turns, kv, plan)
+        return x.add_(self.mlp(self.mlp_norm(x)))
+
+
+class Decoder:
+    """A whole model. `config` is its shape, `version` names the weights (loader.version)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, version: str = "") -> None:
+        self.config = config
+        self.version = version
+        embedding = weights("model.embed_tokens.weight")  # [vocab, hidden]
+        self.dtype, self.device = embedding.dtype, embedding.device
+        self.attend = PagedAttention(config, self.device)
+        self.layers = [Layer(config, weights, layer, self.attend) for layer in range(config.num_layers)]
+        self.norm = RMSNorm(weights("model.norm.weight"), config.norm_epsilon)
+        self.head = Linear(embedding if config.tied_embeddings else weights("lm_head.weight"))
+        # Tied: one tensor serves both ways, in the head's [hidden, vocab] layout.
+        self.embedding = self.head.weight.t() if config.tied_embeddings else embedding
+        self.rotary = Rotary(config, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, positions: Tensor, kv: KVCache, attention: AttentionMetadata, logit_rows: Tensor) -> Tensor:
+        """tokens and positions [num_tokens] int64, logit_rows [num_rows] int64 into the tokens -> logits [num_rows, vocab] fp32.
+
+        Writes the tokens' keys and values into `kv` at the metadata's slots.
+        """
+        plan = self.attend.plan(attention, kv)
+        turns = self.rotary.at(positions, max(attention.context_lengths))
+        x = self.embedding.index_select(0, tokens)
+        for layer in self.layers:
+            x = layer(x, turns, kv, plan)
+        return self.head(self.norm(x.index_select(0, logit_rows))).float()
