@@ -5,6 +5,7 @@ import sys
 import typer
 
 from services.cli.demo import demo
+from services.cli.keys import keys
 from services.cli.problem import Problem
 from services.cli.ps import models, ps
 from services.cli.run import run
@@ -17,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (up, run, ps, models, demo):
+for command in (up, run, ps, models, keys, demo):
     app.command()(command)
 
 

