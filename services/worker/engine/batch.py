@@ -1,0 +1,64 @@
+"""What one step computes and what came of it: ints only, no tensors."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.worker.engine.request import PositionLogprobs, SequenceError
+from services.worker.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens start .. start + length - 1 of one sequence. The runner reads the sequence and never changes it.
+
+    `scored` are the positions whose logits score the prompt token that follows them; `samples` says that the last row's logits
+    yield the next token.
+    """
+
+    sequence: Sequence
+    start: int
+    length: int
+    samples: bool
+    scored: range = range(0)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def logit_positions(self) -> list[int]:
+        """Positions that need logits, in order: those scored, then the one that samples."""
+        return [*self.scored, self.end - 1] if self.samples else [*self.scored]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The spans of one step, at most one per sequence. Empty when no sequence has anything to compute."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(span.length for span in self.spans)
+
+    def without(self, request_id: str) -> "Batch":
+        """The batch less the spans of one request."""
+        return Batch(tuple(span for span in self.spans if span.sequence.request_id != request_id))
+
+
+@dataclass
+class SpanResult:
+    """What a span yielded: 0 or 1 token (more under speculation), log-probabilities as asked for, or the reason why it can't go on."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    error: SequenceError | None = None
+
+
+class Runner(Protocol):
+    """Computes batches: the model, or a stand-in that needs none."""
+
+    def execute(self, batch: Batch) -> list[SpanResult]:
+        """One result per span, in order. A SequenceError raised costs one request, anything else the engine; a batch may be run again."""
+        ...

@@ -1,0 +1,165 @@
+"""The engine: token ids in, token ids out. One thread calls it; it knows no text, no network and no clock of its own."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from services.worker.engine.batch import Batch, Runner, SpanResult
+from services.worker.engine.batcher import Batcher
+from services.worker.engine.config import EngineConfig
+from services.worker.engine.kv_cache import KVCache
+from services.worker.engine.loader import load
+from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.request import (
+    EngineRequest,
+    FinishReason,
+    InvalidRequest,
+    PositionLogprobs,
+    RequestTooLarge,
+    SamplingParams,
+    SequenceError,
+    TokenLogprob,
+    TokenOutput,
+    check,
+)
+
+__all__ = [
+    "Engine",
+    "EngineRequest",
+    "EngineStats",
+    "FinishReason",
+    "InvalidRequest",
+    "PositionLogprobs",
+    "RequestTooLarge",
+    "SamplingParams",
+    "SequenceError",
+    "TokenLogprob",
+    "TokenOutput",
+]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Gauges of now, and counters since the start. used + cached + free = all blocks."""
+
+    num_running: int  # sequences
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int  # unreferenced, found again by their keys, given away when needed
+    num_free_blocks: int
+    num_prefix_query_tokens: int  # prompt tokens looked up in the prefix cache
+    num_prefix_hit_tokens: int
+    num_computed_tokens: int  # prompt and output, recomputation included
+    num_generated_tokens: int
+    num_preemptions: int
+
+
+class Engine:
+    """A model, its cache and the requests on it.
+
+    `max_model_len` bounds prompt plus output of a choice; None: what the cache holds.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        max_model_len: int | None = None,
+        model_version: str = "",
+    ) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len or config.max_model_len or config.num_blocks * config.block_size
+        self.model_version = model_version
+        self.runner = runner
+        self.batcher = Batcher(config, self.max_model_len, eos_token_ids, model_version, kv_format=config.dtype)
+
+    @classmethod
+    def from_path(cls, path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> "Engine":
+        """Loads a GGUF file or a Hugging Face folder. progress(bytes done, bytes in all). ModelFileError for a bad file."""
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        dtype = _DTYPES[config.dtype]
+        model = load(Path(path), dtype=dtype, device=config.device, progress=progress)
+        kv = KVCache(model.config, config.num_blocks, config.block_size, dtype, model.device)
+        return cls(
+            ModelRunner(model, kv),
+            config,
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=model.config.eos_token_ids,
+            max_model_len=min(config.max_model_len or model.config.max_position, model.config.max_position),
+            model_version=model.version,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """True while a step would do or say something."""
+        return self.batcher.has_work
+
+    def add(self, request: EngineRequest) -> None:
+        """Queues a request. InvalidRequest for a value that can't be computed with, RequestTooLarge for what can never fit."""
+        check(request, self.vocab_size)
+        if request.sampling.seed is None:
+            request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))
+        self.batcher.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request in any state and frees its blocks at once; nothing more is said of it. Idempotent."""
+        self.batcher.abort(request_id)
+
+    def step(self, now: float) -> list[TokenOutput]:
+        """Computes one batch: what every running choice needs next, and new ones as far as there is room. `now` in seconds, any origin.
+
+        One output per choice that has news. An exception is a fault of the whole engine: what a request alone is to blame for ends that
+        request with FinishReason.ERROR instead.
+        """
+        batch = self.batcher.schedule(now)
+        batch, results = self._execute(batch)
+        return self.batcher.commit(batch, results)
+
+    def _execute(self, batch: Batch) -> tuple[Batch, list[SpanResult]]:
+        """Runs the batch, without the request that makes the runner raise a SequenceError."""
+        while batch.spans:
+            try:
+                return batch, self.runner.execute(batch)
+            except SequenceError as error:
+                self.batcher.fail(error)
+                batch = batch.without(error.request_id)
+        return batch, []
+
+    def progress(self) -> list[tuple[str, int, int]]:
+        """(request id, output tokens so far, blocks held) of every live request, over its choices; a shared block counts once."""
+        return [
+            (request_id, sum(s.num_output_tokens for s in group.sequences), len({b for s in group.sequences for b in s.block_table}))
+            for request_id, group in self.batcher.requests.items()
+        ]
+
+    def stats(self) -> EngineStats:
+        """Numbers for heartbeats and metrics."""
+        pool, counters = self.batcher.pool, self.batcher.counters
+        return EngineStats(
+            num_running=len(self.batcher.running),
+            num_waiting=len(self.batcher.waiting),
+            num_blocks=pool.num_blocks,
+            num_used_blocks=pool.num_used,
+            num_cached_blocks=pool.num_cached,
+            num_free_blocks=pool.num_available - pool.num_cached,
+            num_prefix_query_tokens=counters.prefix_query_tokens,
+            num_prefix_hit_tokens=counters.prefix_hit_tokens,
+            num_computed_tokens=counters.computed_tokens,
+            num_generated_tokens=counters.generated_tokens,
+            num_preemptions=counters.preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Asserts the invariants between steps: every block in one place, referenced as often as tables name it, none when idle."""
+        self.batcher.check_integrity()

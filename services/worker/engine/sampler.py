@@ -1,0 +1,257 @@
+"""From logits to tokens: every row of a mixed batch by its own parameters, and independent of its neighbours.
+
+The logits of a row are processed in this order: repetition penalty (prompt and output), frequency and presence penalty (output),
+logit bias, bans, temperature; then a token survives top-k, top-p (measured on the softmax of what top-k keeps) and min-p. The token
+is the argmax of what is left plus Gumbel noise, which is a function of (seed, choice, position, token id) alone: see `gumbel`.
+Temperature 0 takes the argmax before the filters. Log-probabilities are those of the raw logits.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.worker.engine.request import PositionLogprobs, SamplingParams, TokenLogprob
+
+_MIN_TEMPERATURE = 1e-6  # below, fp32 can't tell it from greedy
+_NUCLEUS = 256  # top-p looks at so many likeliest tokens first, and sorts the vocabulary only if they fall short of it
+_NOISE_ELEMENTS = 1 << 18  # noise is made for so many logits at a time: the working set stays in the cache
+_NOISE_MARGIN = 0.5  # fp32 noise is off by up to .3, where it is lowest
+_UINT32 = 0xFFFFFFFF
+_UINT64 = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """What the sampler must know of a row: the sequence up to the token that is wanted."""
+
+    sampling: SamplingParams
+    choice_index: int
+    tokens: Sequence[int]  # prompt and output
+    num_prompt_tokens: int
+    banned_ids: Iterable[int] = ()
+
+    @property
+    def position(self) -> int:
+        """Of the wanted token in the output."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A token, or why there is none."""
+
+    token_id: int
+    logprobs: PositionLogprobs | None = None
+    error: str | None = None
+
+
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
+    """One token per row of `logits` [num_rows, vocab] fp32, which is overwritten. A row without a usable logit yields an error."""
+    if not rows:
+        return []
+    wanting = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
+    raw = torch.log_softmax(logits[wanting], dim=-1) if wanting else None
+    _process(logits, rows)
+    peaks = logits.amax(dim=-1)
+    tokens = _choose(logits, peaks, rows)
+    logprobs: dict[int, PositionLogprobs] = {}
+    if raw is not None:
+        counts = [rows[index].sampling.logprobs or 0 for index in wanting]
+        logprobs = dict(zip(wanting, _describe(raw, [tokens[index] for index in wanting], counts), strict=True))
+    return [
+        Sample(token, logprobs.get(index)) if peak > float("-inf") and peak < float("inf") else Sample(-1, error=_complaint(peak))
+        for index, (token, peak) in enumerate(zip(tokens, peaks.tolist(), strict=True))
+    ]
+
+
+def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[PositionLogprobs]:
+    """Log-probabilities of `token_ids` and of `count` alternatives under `logits` [num_rows, vocab]; NaN where the logits are."""
+    return _describe(torch.log_softmax(logits, dim=-1), token_ids, [count] * len(token_ids))
+
+
+def gumbel(token_ids: Tensor, keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Standard Gumbel noise for int32 `token_ids` under int32 `keys` [2, ...] (from `noise_keys`); shapes broadcast.
+
+    32-bit integer arithmetic that wraps (two keyed multiply-xorshift rounds) makes x, and v = ((x mod 2^31) + 1/2) / 2^31 is uniform
+    in (0, 1); the noise is -log(-log(1 - v)), between -3.1 and 22.2. So it depends on no batch, device or generator state: integers
+    are exact everywhere, and the last bits of a logarithm, which are not, vanish when fp64 noise plus score is rounded to fp32.
+    """
+    x = (token_ids * -0x61C8864F) ^ keys[0]
+    x ^= (x >> 16) & 0xFFFF  # a logical shift: int32 shifts its sign in
+    x *= -0x7A143595
+    x ^= (x >> 13) & 0x7FFFF
+    x ^= keys[1]
+    x *= -0x3D4D51CB
+    x ^= (x >> 16) & 0xFFFF
+    v = (x & 0x7FFFFFFF).to(dtype).add_(0.5).mul_(2.0**-31)
+    if dtype == torch.float32:
+        v.clamp_(max=1 - 2.0**-24)  # it must not round to 1
+    return v.neg_().log1p_().neg_().log_().neg_()
+
+
+def noise_keys(seed: int, choice_index: int, position: int) -> tuple[int, int]:
+    """The two 32-bit keys (as signed ints) of one sampled token's noise: three chained rounds of splitmix64."""
+    key = 0
+    for word in (seed, choice_index, position):
+        key = _splitmix64(key ^ (word & _UINT64))
+    return _signed(key & _UINT32), _signed(key >> 32)
+
+
+def _splitmix64(state: int) -> int:
+    z = (state + 0x9E3779B97F4A7C15) & _UINT64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _UINT64
+    return z ^ (z >> 31)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+# --- processing
+
+
+def _process(logits: Tensor, rows: Sequence[SampleRow]) -> None:
+    """Penalties, biases and bans, in place, touching only the logits that they name."""
+    vocab = logits.shape[-1]
+    flat = logits.view(-1)
+    repeated: list[tuple[int, float]] = []
+    lowered: list[tuple[int, float]] = []
+    biased: list[tuple[int, float]] = []
+    banned: list[int] = []
+    for index, row in enumerate(rows):
+        sampling, base = row.sampling, index * vocab
+        if sampling.repetition_penalty != 1:
+            repeated += [(base + token, sampling.repetition_penalty) for token in set(row.tokens)]
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            counts = Counter(row.tokens[row.num_prompt_tokens :])
+            lowered += [(base + t, sampling.frequency_penalty * n + sampling.presence_penalty) for t, n in counts.items()]
+        if sampling.logit_bias:
+            biased += [(base + token, bias) for token, bias in sampling.logit_bias.items()]
+            banned += [base + token for token, bias in sampling.logit_bias.items() if bias <= -100]
+        banned += [base + token for token in row.banned_ids]
+    if repeated:
+        places, penalties = _columns(repeated, logits)
+        values = flat[places]
+        flat[places] = torch.where(values > 0, values / penalties, values * penalties)
+    for changes, sign in ((lowered, -1), (biased, 1)):
+        if changes:
+            places, amounts = _columns(changes, logits)
+            flat[places] += sign * amounts
+    if banned:
+        flat[torch.tensor(banned, device=logits.device)] = float("-inf")
+
+
+def _columns(pairs: list[tuple[int, float]], like: Tensor) -> tuple[Tensor, Tensor]:
+    places, values = zip(*pairs, strict=True)
+    return torch.tensor(places, device=like.device), torch.tensor(values, dtype=like.dtype, device=like.device)
+
+
+# --- choosing
+
+
+def _choose(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """Token ids by row; meaningless where the peak isn't finite."""
+    tokens = logits.argmax(dim=-1).tolist()
+    random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+    if not random:
+        return tokens
+    params = [rows[index].sampling for index in random]
+    temperatures = _column([max(p.temperature, _MIN_TEMPERATURE) for p in params], logits)
+    scores = logits if len(random) == len(rows) else logits[random]
+    scores = (scores - peaks[random].unsqueeze(1)).div_(temperatures)  # peak at 0: no temperature can overflow it
+    keys = torch.tensor(
+        [noise_keys(rows[index].sampling.seed or 0, rows[index].choice_index, rows[index].position) for index in random],
+        dtype=torch.int32,
+        device=logits.device,
+    ).t()
+    filtered = [i for i, p in enumerate(params) if _top_k(p, scores.shape[-1]) or p.top_p < 1 or p.min_p > 0]
+    plain = sorted(set(range(len(params))) - set(filtered))
+    for start in range(0, len(plain), step := max(1, _NOISE_ELEMENTS // scores.shape[-1])):
+        piece = plain[start : start + step]
+        chosen = _loudest(scores[piece], _contenders(scores[piece], keys[:, piece]), keys[:, piece])
+        for i, token in zip(piece, chosen, strict=True):
+            tokens[random[i]] = token
+    if filtered:
+        survivors = scores[filtered] >= _thresholds(scores[filtered], [params[i] for i in filtered])
+        for i, token in zip(filtered, _loudest(scores[filtered], survivors, keys[:, filtered]), strict=True):
+            tokens[random[i]] = token
+    return tokens
+
+
+def _contenders(scores: Tensor, keys: Tensor) -> Tensor:
+    """Mask of the few tokens that may win over the whole vocabulary, by noise in fp32, which is off by less than the margin."""
+    token_ids = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+    noisy = gumbel(token_ids, keys.unsqueeze(-1), torch.float32).add_(scores)
+    return noisy >= noisy.amax(dim=-1, keepdim=True) - _NOISE_MARGIN
+
+
+def _loudest(scores: Tensor, mask: Tensor, keys: Tensor) -> list[int]:
+    """Per row the token of the mask with the greatest score plus noise, the first of equals; noise is made for the mask alone."""
+    rows, tokens = mask.nonzero(as_tuple=True)
+    noisy = torch.full_like(scores, float("-inf"))
+    noisy[rows, tokens] = (gumbel(tokens.int(), keys[:, rows]) + scores[rows, tokens]).float()
+    return noisy.argmax(dim=-1).tolist()
+
+
+def _thresholds(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Lowest score [num_rows, 1] that survives each row's top-k, top-p and min-p. Equal scores survive together, so order plays no part."""
+    vocab = scores.shape[-1]
+    thresholds = _column([p.min_p for p in params], scores).log_()  # the peak is 0
+    thresholds = thresholds.clamp_(min=torch.finfo(scores.dtype).min)
+    ranked = [i for i, p in enumerate(params) if _top_k(p, vocab) or p.top_p < 1]
+    width = min(max([_NUCLEUS, *(_top_k(params[i], vocab) for i in ranked)]), vocab)
+    while ranked:
+        cuts, complete = _rank(scores[ranked], [params[i] for i in ranked], width)
+        thresholds[ranked] = torch.maximum(thresholds[ranked], cuts)
+        ranked = [i for i, is_complete in zip(ranked, complete, strict=True) if not is_complete]
+        width = vocab
+    return thresholds
+
+
+def _rank(scores: Tensor, params: Sequence[SamplingParams], width: int) -> tuple[Tensor, list[bool]]:
+    """The cuts [num_rows, 1] by top-k and top-p among the `width` best of each row, and whether those reached as far as top-p does."""
+    vocab = scores.shape[-1]
+    best = scores.topk(width, dim=-1).values
+    counts = _column([_top_k(p, vocab) or vocab for p in params], scores)
+    limits = _column([p.top_p if p.top_p < 1 else float("inf") for p in params], scores)
+    kept = best.masked_fill(torch.arange(width, device=scores.device) >= counts, float("-inf"))
+    # log_softmax reduces each row on its own, whatever the batch, and fp64 hides what exp's last bit owes to an element's place.
+    # The greatest score is 0, so its log-probability is minus the logarithm of the mass.
+    mass = torch.where(counts < vocab, torch.log_softmax(kept, -1)[:, :1], torch.log_softmax(scores, -1).amax(-1, keepdim=True))
+    reached = (kept + mass).double().exp_().cumsum(dim=-1)
+    surviving = 1 + (reached[:, :-1] < limits).sum(dim=-1, keepdim=True)
+    cuts = best.gather(1, torch.minimum(surviving, counts.long()).sub_(1).clamp_(max=width - 1))
+    complete = (reached[:, -1:] >= limits) | (counts <= width) | torch.isinf(limits)
+    return cuts, complete.squeeze(1).tolist()
+
+
+def _top_k(params: SamplingParams, vocab: int) -> int:
+    """0 if off or without effect."""
+    return params.top_k if 0 < params.top_k < vocab else 0
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
+
+
+# --- describing
+
+
+def _describe(logprobs: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[PositionLogprobs]:
+    """`logprobs` is [num_rows, vocab]; counts[i] alternatives are wanted of row i."""
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device).unsqueeze(1)).squeeze(1).tolist()
+    values, ids = (part.tolist() for part in logprobs.topk(min(max(counts), logprobs.shape[-1]), dim=-1))
+    return [
+        PositionLogprobs(TokenLogprob(token, value), tuple(map(TokenLogprob, ids[row][:count], values[row][:count])))
+        for row, (token, value, count) in enumerate(zip(token_ids, chosen, counts, strict=True))
+    ]
+
+
+def _complaint(peak: float) -> str:
+    if peak == float("-inf"):
+        return "every token is banned: relax logit_bias, min_tokens or stop_token_ids"
+    return f"the model's logits are {peak}"
