@@ -42,7 +42,7 @@ up: setup ## Keep a mesh running until Ctrl-C (ARGS='--workers 2', say)
 	@$(BIN)/forebay up $(ARGS)
 
 test: setup ## Every test that needs only Python, make and g++
-	@$(BIN)/python -m pytest -n $(JOBS) -m "not debian" $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not debian" $(ARGS)
 
 test-debian: setup ## The tests on Debian's redis-server, which must be installed
 	@server=$$(command -v redis-server) || { echo "no redis-server: apt install redis-server" >&2; exit 1; }

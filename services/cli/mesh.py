@@ -19,6 +19,7 @@ from services.cli.supervisor import ChildSpec, Event, Supervisor
 from services.common import rpc
 
 _READY_SECONDS = 30.0
+_DRAIN_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,16 @@ class Mesh:
     async def _start(
         self, service: str, environment: Mapping[str, str], *, name: str = "", pins: Mapping[str, str] | None = None
     ) -> Mapping[str, object]:
-        common = {"FOREBAY_LOG_LEVEL": self._plan.log_level, "FOREBAY_INTERNAL_ADDRESS": "127.0.0.1:0", "PYTHONUNBUFFERED": "1"}
+        common = {
+            "FOREBAY_LOG_LEVEL": self._plan.log_level,
+            "FOREBAY_INTERNAL_ADDRESS": "127.0.0.1:0",
+            "FOREBAY_DRAIN_SECONDS": str(_DRAIN_SECONDS),
+        }
         pinned = {"internal_address": "FOREBAY_INTERNAL_ADDRESS", **(pins or {"address": "FOREBAY_LISTEN_ADDRESS"})}
-        command = (sys.executable, "-m", f"services.{service}")
-        return await self._supervisor.start(ChildSpec(name or service, command, {**common, **environment}, pinned))
+        # -P: a folder called services where the person stands must not be taken for ours.
+        command = (sys.executable, "-P", "-m", f"services.{service}")
+        spec = ChildSpec(name or service, command, {**common, **environment}, pinned, stop_seconds=_DRAIN_SECONDS + 10)
+        return await self._supervisor.start(spec)
 
     async def _wait_for_models(self, grpc_address: str, token: str) -> None:
         """The gateway learns of workers from the scheduler within a second; a mesh is up when it has."""

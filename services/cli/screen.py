@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from services.cli.home import Running
@@ -29,7 +29,6 @@ class StepList:
             TimeElapsedColumn(),
             console=console,
         )
-        self._bytes = DownloadColumn(binary_units=True)
         self._steps: dict[str, TaskID] = {}
         self._starting = True
 
@@ -40,7 +39,8 @@ class StepList:
 
     def __exit__(self, *_: object) -> None:
         self._starting = False
-        self._progress.stop()
+        if self._live:
+            self._progress.stop()
 
     def hear(self, event: Event) -> None:
         """Takes news of a child or a step."""

@@ -1,0 +1,25 @@
+"""One mesh with the real model for all e2e tests of a test process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import mesh as meshes
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One xdist worker runs all of them (--dist loadgroup), so that they share a mesh; each may take its start's time."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.xdist_group("e2e"))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(180))
+
+
+@pytest.fixture(scope="session")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[meshes.Mesh]:
+    """`forebay up` with the default model."""
+    with meshes.running(tmp_path_factory.mktemp("mesh") / "home") as running:
+        yield running

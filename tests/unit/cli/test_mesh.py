@@ -1,0 +1,95 @@
+"""Which processes a plan makes, in which order, with which environment; the processes themselves are left out."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli import mesh as mesh_module
+from services.cli.home import Home
+from services.cli.mesh import Mesh, Plan
+from services.cli.models import ModelFiles
+from services.cli.problem import Problem
+from services.cli.supervisor import ChildSpec, Event
+
+MODELS = (ModelFiles(Path("/m/a.gguf"), "a", ("chat",)), ModelFiles(Path("/m/b"), "b"))
+
+
+class Recorder:
+    """Stands where the supervisor does: notes each child and says that it listens."""
+
+    pids: Mapping[str, int] = {"gateway": 7}
+
+    def __init__(self) -> None:
+        self.specs: list[ChildSpec] = []
+
+    async def start(self, spec: ChildSpec) -> Mapping[str, object]:
+        self.specs.append(spec)
+        return {"address": "127.0.0.1:1", "grpc_address": "0.0.0.0:2", "http_address": "127.0.0.1:3"}
+
+    async def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+async def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ChildSpec]:
+    """The children of a mesh of two models with two workers each."""
+    recorder = Recorder()
+    monkeypatch.setattr(mesh_module, "Supervisor", lambda *_: recorder)
+
+    async def no_wait(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(Mesh, "_wait_for_models", no_wait)
+    home = Home(tmp_path)
+    home.make()
+    mesh = Mesh(Plan(MODELS, workers=2, grpc_port=0, http_port=0, kv_memory="64MB"), home, lambda _: None)
+    running = await mesh.start()
+    assert (running.grpc_address, running.http_base_url) == ("127.0.0.1:2", "http://127.0.0.1:3/v1")
+    assert home.read() == running
+    await mesh.stop()
+    assert home.read() is None
+    return {spec.name: spec for spec in recorder.specs}
+
+
+def test_they_start_in_order_of_need(specs: dict[str, ChildSpec]) -> None:
+    assert list(specs) == ["valkey", "scheduler", "worker-1", "worker-2", "worker-3", "worker-4", "gateway"]
+
+
+def test_workers_share_models_and_cores(specs: dict[str, ChildSpec]) -> None:
+    workers = [specs[f"worker-{number}"].environment for number in (1, 2, 3, 4)]
+    assert [worker["FOREBAY_MODEL"] for worker in workers] == ["/m/a.gguf=a", "/m/a.gguf=a", "/m/b=b", "/m/b=b"]
+    assert {worker["FOREBAY_SCHEDULERS"] for worker in workers} == {"127.0.0.1:1"}
+    assert {worker["FOREBAY_KV_MEMORY"] for worker in workers} == {"64MB"}
+    assert all(int(worker["FOREBAY_NUM_THREADS"]) >= 1 for worker in workers)
+
+
+def test_the_gateway_knows_models_aliases_and_keys(specs: dict[str, ChildSpec]) -> None:
+    environment = specs["gateway"].environment
+    assert environment["FOREBAY_MODELS"] == "/m/a.gguf=a|chat,/m/b=b"
+    assert Path(environment["FOREBAY_JWKS_FILE"]).exists()
+    assert "FOREBAY_REDIS_URL" not in environment
+
+
+def test_only_the_scheduler_is_told_of_redis(specs: dict[str, ChildSpec]) -> None:
+    told = [name for name, spec in specs.items() if "FOREBAY_REDIS_URL" in spec.environment]
+    assert told == ["scheduler"]
+    assert specs["scheduler"].environment["FOREBAY_REDIS_URL"].startswith("unix:///")
+
+
+def test_a_folder_called_services_is_not_taken_for_ours(specs: dict[str, ChildSpec]) -> None:
+    assert specs["gateway"].command == (sys.executable, "-P", "-m", "services.gateway")
+
+
+async def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
+    import socket
+
+    events: list[Event] = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        mesh = Mesh(Plan(MODELS, http_port=port, grpc_port=0), Home(tmp_path), events.append)
+        with pytest.raises(Problem, match=rf"port {port} on 127\.0\.0\.1 is taken.*--http-port"):
+            await mesh.start()
+    assert events == []
