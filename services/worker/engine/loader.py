@@ -1,28 +1,202 @@
-"""Reads a model from a GGUF file or a Hugging Face folder. (First the interface; the readers follow.)"""
+"""Loads a model from a GGUF file or a Hugging Face folder: its config, its version, its weights under their Hugging Face names.
 
-from collections.abc import Callable
+Every tensor is checked against the config before any is read; one that the decoder wouldn't use is refused, as the model would be another.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
+from torch import Tensor
 
-from services.worker.engine.config import ModelConfig
+from services.worker.engine.config import ModelConfig, ModelFileError, from_gguf, from_hugging_face
+from services.worker.engine.gguf_file import GGUFFile
 from services.worker.engine.models.decoder import Decoder
+from services.worker.engine.safetensors_folder import SafetensorsFolder, read_json, weight_files
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+_MAX_HEADER_BYTES = 64 << 20
+_GGUF_TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """An open model: its config and its tensors by Hugging Face name."""
+
+    config: ModelConfig
+    shapes: Mapping[str, tuple[int, ...]]
+    num_bytes: Callable[[str], int]
+    read: Callable[[str], Tensor]
 
 
 def load(
     path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", progress: Progress | None = None
 ) -> Decoder:
-    """Read the whole model. Raises ModelFileError for anything wrong with the file."""
-    raise NotImplementedError
+    """Read the whole model. Raises ModelFileError, with one line for a person, for anything wrong with it.
+
+    Set torch's number of threads before: the shapes of products that keep a row's bits are found for that number.
+    """
+    with open_model(path) as source:
+        expected = expected_shapes(source.config)
+        _check(source, expected)
+        total = sum(source.num_bytes(name) for name in expected)
+        done = 0
+
+        def weights(name: str) -> Tensor:
+            nonlocal done
+            tensor = source.read(name).to(device=device, dtype=dtype)
+            done += source.num_bytes(name)
+            if progress:
+                progress(done, total)
+            return tensor
+
+        return Decoder(source.config, weights, version(path))
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The model's shape, without its weights."""
-    raise NotImplementedError
+    """The model's shape, without its weights. Raises ModelFileError."""
+    if path.is_dir():
+        return _folder_config(path)
+    with open_model(path) as source:
+        return source.config
 
 
 def version(path: Path) -> str:
-    """16 hex characters that name these weights."""
-    raise NotImplementedError
+    """16 hex characters that name these weights: a hash over every file's header and size and evenly spaced samples of its data."""
+    digest = hashlib.sha256()
+    if path.is_dir():
+        digest.update((path / "config.json").read_bytes())
+        for file in weight_files(path):
+            with file.open("rb") as stream:
+                _hash_file(digest.update, stream, 8 + int.from_bytes(stream.read(8), "little"))
+    else:
+        with GGUFFile(path) as gguf, path.open("rb") as stream:
+            _hash_file(digest.update, stream, len(gguf.header))
+    return digest.hexdigest()[:16]
+
+
+def _hash_file(update: Callable[[bytes], None], stream: BinaryIO, header_bytes: int) -> None:
+    size = stream.seek(0, 2)
+    update(size.to_bytes(8, "little"))
+    stream.seek(0)
+    update(stream.read(min(header_bytes, _MAX_HEADER_BYTES)))
+    for index in range(_NUM_SAMPLES):
+        stream.seek(max(0, size - _SAMPLE_BYTES) * index // (_NUM_SAMPLES - 1))
+        update(stream.read(_SAMPLE_BYTES))
+
+
+@contextmanager
+def open_model(path: Path) -> Iterator[Source]:
+    """Open a GGUF file or a Hugging Face folder. Raises ModelFileError."""
+    if path.is_dir():
+        config = _folder_config(path)
+        with SafetensorsFolder(path) as folder:
+            # Old exports carry the rotary frequencies, which the config determines.
+            shapes = {name: shape for name, shape in folder.shapes.items() if not name.endswith("rotary_emb.inv_freq")}
+            yield Source(config, shapes, folder.num_bytes, folder.read)
+        return
+    if not path.is_file():
+        raise ModelFileError(f"{path}: there is no such file or folder")
+    with GGUFFile(path) as gguf:
+        yield _gguf_source(gguf)
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """All tensors that a decoder of this shape has, by Hugging Face name."""
+    hidden, head_dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
+    q, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, q),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.attention_bias:
+        layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _check(source: Source, expected: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in expected.items():
+        if name not in source.shapes:
+            raise ModelFileError(f"tensor {name!r} is missing")
+        if source.shapes[name] != shape:
+            raise ModelFileError(f"tensor {name!r} has the shape {source.shapes[name]}; the configuration asks for {shape}")
+    unknown = sorted(source.shapes.keys() - expected.keys() - {"lm_head.weight"})  # tied models may carry a copy of their head
+    if unknown:
+        raise ModelFileError(f"tensor {unknown[0]!r} isn't known for {source.config.architecture}: a feature that isn't served?")
+
+
+def _folder_config(folder: Path) -> ModelConfig:
+    generation = folder / "generation_config.json"
+    return from_hugging_face(read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None)
+
+
+def _gguf_source(gguf: GGUFFile) -> Source:
+    if gguf.metadata.get("split.count", 1) not in (0, 1):
+        raise ModelFileError(f"is one of {gguf.metadata['split.count']} parts of a model; join them with gguf-split --merge")
+    infos = dict(gguf.tensors)
+    factors = tuple(gguf.read("rope_freqs.weight").flatten().tolist()) if infos.pop("rope_freqs.weight", None) else ()
+    config = from_gguf(gguf.metadata, {name: info.shape for name, info in infos.items()}, factors)
+    names = {_hugging_face_name(name): name for name in infos}
+
+    def read(name: str) -> Tensor:
+        tensor = torch.from_numpy(gguf.read(names[name]))
+        side = re.search(r"\.([qk])_proj\.", name)
+        if side and config.architecture == "llama":
+            return unpermute(tensor, config.num_heads if side[1] == "q" else config.num_kv_heads)
+        return tensor
+
+    return Source(
+        config=config,
+        shapes={name: infos[original].shape for name, original in names.items()},
+        num_bytes=lambda name: infos[names[name]].num_bytes,
+        read=read,
+    )
+
+
+def _hugging_face_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; a name that isn't known stays as it is."""
+    match = re.fullmatch(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)", name)
+    if match and match[2] in _GGUF_LAYER:
+        return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
+    return _GGUF_TOP.get(name, name)
+
+
+def unpermute(weight: Tensor, num_heads: int) -> Tensor:
+    """Undo what the conversion of a Llama to GGUF does to q and k: it interleaves the two halves of each head for llama.cpp's rotation."""
+    head_dim = weight.shape[0] // num_heads
+    return weight.view(num_heads, head_dim // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
