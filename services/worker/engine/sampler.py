@@ -206,13 +206,13 @@ def _thresholds(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     width = min(max([_NUCLEUS, *(_top_k(params[i], vocab) for i in ranked)]), vocab)
     while ranked:
         cuts, complete = _rank(scores[ranked], [params[i] for i in ranked], width)
-        thresholds[ranked] = torch.maximum(thresholds[ranked], cuts)
-        ranked = [i for i, is_complete in zip(ranked, complete, strict=True) if not is_complete]
+        thresholds[ranked] = torch.where(complete, torch.maximum(thresholds[ranked], cuts), thresholds[ranked])
+        ranked = [i for i, is_complete in zip(ranked, complete.squeeze(1).tolist(), strict=True) if not is_complete]
         width = vocab
     return thresholds
 
 
-def _rank(scores: Tensor, params: Sequence[SamplingParams], width: int) -> tuple[Tensor, list[bool]]:
+def _rank(scores: Tensor, params: Sequence[SamplingParams], width: int) -> tuple[Tensor, Tensor]:
     """The cuts [num_rows, 1] by top-k and top-p among the `width` best of each row, and whether those reached as far as top-p does."""
     vocab = scores.shape[-1]
     best = scores.topk(width, dim=-1).values
@@ -225,8 +225,8 @@ def _rank(scores: Tensor, params: Sequence[SamplingParams], width: int) -> tuple
     reached = (kept + mass).double().exp_().cumsum(dim=-1)
     surviving = 1 + (reached[:, :-1] < limits).sum(dim=-1, keepdim=True)
     cuts = best.gather(1, torch.minimum(surviving, counts.long()).sub_(1).clamp_(max=width - 1))
-    complete = (reached[:, -1:] >= limits) | (counts <= width) | torch.isinf(limits)
-    return cuts, complete.squeeze(1).tolist()
+    # At full width all is complete, though rounding (or NaN) may keep the mass below the limit.
+    return cuts, (reached[:, -1:] >= limits) | (counts <= width) | torch.isinf(limits)
 
 
 def _top_k(params: SamplingParams, vocab: int) -> int:

@@ -1,0 +1,97 @@
+"""A runner without a model: keys and values are the token ids themselves, and the next token is a hash of what is *read back*.
+
+It sees only what a model would see: the blocks that a block table names. So a block that was handed to two, freed too early, found by
+a wrong key or never written shows in the tokens (or raises), as it would in a model's output.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable
+
+from services.worker.engine.batch import Batch, Span, SpanResult
+from services.worker.engine.config import EngineConfig
+from services.worker.engine.engine import Engine
+from services.worker.engine.request import PositionLogprobs, TokenLogprob
+from services.worker.engine.sequence import Sequence
+
+VOCAB_SIZE = 1000
+EOS = 7
+_UNWRITTEN = -1
+
+
+class FakeRunner:
+    """Implements Runner. `before_execute` is called with each batch: a place to look, to wait, or to raise."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        vocab_size: int = VOCAB_SIZE,
+        model: str = "",
+        before_execute: Callable[[Batch], None] = lambda batch: None,
+    ) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.model = model  # another name answers otherwise
+        self.slots = array("i", [_UNWRITTEN]) * (num_blocks * block_size)
+        self.before_execute = before_execute
+
+    def execute(self, batch: Batch) -> list[SpanResult]:
+        self.before_execute(batch)
+        for span in batch.spans:
+            self._write(span)
+        return [self._answer(span) for span in batch.spans]
+
+    def _write(self, span: Span) -> None:
+        for position in range(span.start, span.end):
+            block, offset = divmod(position, self.block_size)
+            self.slots[span.sequence.block_table[block] * self.block_size + offset] = span.sequence.tokens[position]
+
+    def _answer(self, span: Span) -> SpanResult:
+        result = SpanResult()
+        sequence = span.sequence
+        for position in span.scored:
+            self._next(sequence, position + 1)  # reads, as a model would
+            result.prompt_logprobs.append(PositionLogprobs(TokenLogprob(sequence.tokens[position + 1], -1.0)))
+        if span.samples:
+            token = self._next(sequence, span.end)
+            result.token_ids.append(token)
+            if sequence.sampling.logprobs is not None:
+                result.logprobs.append(PositionLogprobs(TokenLogprob(token, -1.0)))
+        return result
+
+    def _next(self, sequence: Sequence, num_tokens: int) -> int:
+        """The token behind the first `num_tokens`, by what the blocks say about them."""
+        size = self.block_size
+        read = array("i")
+        for block in sequence.block_table[: -(-num_tokens // size)]:
+            read += self.slots[block * size : (block + 1) * size]
+        read = read[:num_tokens]
+        assert _UNWRITTEN not in read, f"{sequence.request_id} reads a slot that nobody has written"
+        return next_token(read, sequence, self.vocab_size, self.model)
+
+
+def next_token(context: "array[int]", sequence: Sequence, vocab_size: int, model: str = "") -> int:
+    """A hash of the context and, where the request samples, of seed and choice."""
+    sampling = sequence.sampling
+    salt = f"{model}/{sampling.seed}/{sequence.choice_index}" if sampling.temperature > 0 else model
+    digest = hashlib.blake2b(context.tobytes(), key=salt.encode(), digest_size=8).digest()
+    token = int.from_bytes(digest, "little") % vocab_size
+    while token in sequence.banned_ids or sampling.logit_bias.get(token, 0) <= -100:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def fake_engine(
+    config: EngineConfig | None = None,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    eos_token_ids: tuple[int, ...] = (EOS,),
+    model: str = "",
+    before_execute: Callable[[Batch], None] = lambda batch: None,
+) -> Engine:
+    """An engine on a FakeRunner."""
+    config = config or EngineConfig()
+    runner = FakeRunner(config.num_blocks, config.block_size, vocab_size=vocab_size, model=model, before_execute=before_execute)
+    return Engine(runner, config, vocab_size=vocab_size, eos_token_ids=eos_token_ids, model_version=model)
