@@ -16,7 +16,8 @@ from torch import Tensor
 from services.worker.engine.request import PositionLogprobs, SamplingParams, TokenLogprob
 
 _MIN_TEMPERATURE = 1e-6  # below, fp32 can't tell it from greedy
-_NUCLEUS = 256  # top-p looks at so many likeliest tokens first, and sorts the vocabulary only if they fall short of it
+_NUCLEUS = 256  # top-p looks at so many likeliest tokens first,
+_NUCLEUS_GROWTH = 16  # and at so many times as many for the rows where their mass falls short of it
 _NOISE_ELEMENTS = 1 << 18  # noise is made for so many logits at a time: the working set stays in the cache
 _NOISE_MARGIN = 0.5  # fp32 noise is off by up to .3, where it is lowest
 _UINT32 = 0xFFFFFFFF
@@ -116,38 +117,40 @@ def _signed(word: int) -> int:
 
 def _process(logits: Tensor, rows: Sequence[SampleRow]) -> None:
     """Penalties, biases and bans, in place, touching only the logits that they name."""
-    vocab = logits.shape[-1]
-    flat = logits.view(-1)
-    repeated: list[tuple[int, float]] = []
+    flat, vocab = logits.view(-1), logits.shape[-1]
+    _repel(flat, vocab, rows)
     lowered: list[tuple[int, float]] = []
     biased: list[tuple[int, float]] = []
     banned: list[int] = []
-    for index, row in enumerate(rows):
-        sampling, base = row.sampling, index * vocab
-        if sampling.repetition_penalty != 1:
-            repeated += [(base + token, sampling.repetition_penalty) for token in set(row.tokens)]
+    for base, row in zip(range(0, flat.numel(), vocab), rows, strict=True):
+        sampling = row.sampling
         if sampling.frequency_penalty or sampling.presence_penalty:
             counts = Counter(row.tokens[row.num_prompt_tokens :])
-            lowered += [(base + t, sampling.frequency_penalty * n + sampling.presence_penalty) for t, n in counts.items()]
+            lowered += [(base + t, -sampling.frequency_penalty * n - sampling.presence_penalty) for t, n in counts.items()]
         if sampling.logit_bias:
             biased += [(base + token, bias) for token, bias in sampling.logit_bias.items()]
             banned += [base + token for token, bias in sampling.logit_bias.items() if bias <= -100]
         banned += [base + token for token in row.banned_ids]
-    if repeated:
-        places, penalties = _columns(repeated, logits)
-        values = flat[places]
-        flat[places] = torch.where(values > 0, values / penalties, values * penalties)
-    for changes, sign in ((lowered, -1), (biased, 1)):
+    for changes in (lowered, biased):  # no place twice in either
         if changes:
-            places, amounts = _columns(changes, logits)
-            flat[places] += sign * amounts
+            places, amounts = zip(*changes, strict=True)
+            flat[torch.tensor(places, device=flat.device)] += torch.tensor(amounts, dtype=flat.dtype, device=flat.device)
     if banned:
-        flat[torch.tensor(banned, device=logits.device)] = float("-inf")
+        flat[torch.tensor(banned, device=flat.device)] = float("-inf")
 
 
-def _columns(pairs: list[tuple[int, float]], like: Tensor) -> tuple[Tensor, Tensor]:
-    places, values = zip(*pairs, strict=True)
-    return torch.tensor(places, device=like.device), torch.tensor(values, dtype=like.dtype, device=like.device)
+def _repel(flat: Tensor, vocab: int, rows: Sequence[SampleRow]) -> None:
+    """Repetition penalties. A token that is there twice is written twice, with the same value."""
+    repelling = [(index, row) for index, row in enumerate(rows) if row.sampling.repetition_penalty != 1]
+    if not repelling:
+        return
+    lengths = torch.tensor([len(row.tokens) for _, row in repelling])
+    tokens = torch.tensor([token for _, row in repelling for token in row.tokens])
+    places = (tokens + torch.tensor([index * vocab for index, _ in repelling]).repeat_interleave(lengths)).to(flat.device)
+    penalties = torch.tensor([row.sampling.repetition_penalty for _, row in repelling], dtype=flat.dtype)
+    penalties = penalties.repeat_interleave(lengths).to(flat.device)
+    values = flat[places]
+    flat[places] = torch.where(values > 0, values / penalties, values * penalties)
 
 
 # --- choosing
@@ -208,7 +211,7 @@ def _thresholds(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         cuts, complete = _rank(scores[ranked], [params[i] for i in ranked], width)
         thresholds[ranked] = torch.where(complete, torch.maximum(thresholds[ranked], cuts), thresholds[ranked])
         ranked = [i for i, is_complete in zip(ranked, complete.squeeze(1).tolist(), strict=True) if not is_complete]
-        width = vocab
+        width = min(_NUCLEUS_GROWTH * width, vocab)
     return thresholds
 
 

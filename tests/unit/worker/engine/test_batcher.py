@@ -193,7 +193,7 @@ def test_b26_the_youngest_gives_way_keeps_its_place_and_at_most_five_times() -> 
     order: list[str] = []
     victims: dict[str, int] = {}
     while engine.has_work:
-        running = [s for s in engine.batcher.running]
+        running = list(engine.batcher.running)
         outputs = engine.step(0.0)
         engine.check_integrity()
         order += [output.request_id for output in outputs if output.finish_reason]

@@ -247,7 +247,7 @@ def test_f18_a_row_of_nan_fails_alone(temperature: float, fields: dict[str, obje
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_b30_all_banned_is_an_error_and_one_left_is_that_one(temperature: float) -> None:
-    bans = {token: -100.0 for token in range(40)}
+    bans = dict.fromkeys(range(40), -100.0)
     logits = torch.randn(2, 40)
     one_left = {token: -100.0 for token in range(40) if token != 13}
     rows = [row(SamplingParams(seed=1, temperature=temperature, top_p=0.5, logit_bias=bias)) for bias in (bans, one_left)]
