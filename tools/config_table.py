@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from services.common.settings import ServiceSettings
@@ -26,7 +27,7 @@ def table() -> str:
         for name, field in settings.model_fields.items():
             if settings is not ServiceSettings and name in ServiceSettings.model_fields:
                 continue
-            rows.append(f"| {service} | `FOREBAY_{name.upper()}` | {_default(field.default)} | {_escape(field.description or '')} |")
+            rows.append(f"| {service} | `FOREBAY_{name.upper()}` | {_default(field)} | {_escape(field.description or '')} |")
     return "\n".join(rows) + "\n"
 
 
@@ -37,10 +38,11 @@ def with_table(readme: str) -> str:
     return before + _START + table() + _END + after
 
 
-def _default(value: object) -> str:
-    if value is PydanticUndefined:
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
         return "must be set"
-    return "" if value in ("", None) else f"`{value}`"
+    # A default that is made at the start (a host's name, say) is told in the meaning.
+    return "" if field.default in ("", None, PydanticUndefined) else f"`{field.default}`"
 
 
 def _escape(text: str) -> str:
