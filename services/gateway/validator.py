@@ -1,0 +1,256 @@
+"""The one table of what a request may ask for; both faces read it, so both give the same answer.
+
+Takes plain JSON-like values, strictly: a boolean is no number, a string no integer, null is absence. Knows neither a face's field names
+(the caller passes its own, for errors) nor tokenizers.
+"""
+
+import math
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.common.errors import StatusError, invalid
+
+MAX_PROMPT_BYTES = 1 << 20
+MAX_PROMPTS = 64
+MAX_MESSAGES = 4096
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 16
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 300
+MAX_LABEL_CHARS = 128
+MAX_MODEL_NAME_CHARS = 256
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_INT32 = (-(2**31), 2**31 - 1)
+_INT64 = (-(2**63), 2**63 - 1)
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+_NOTHING: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the bounds of some fields depend on. All in tokens."""
+
+    vocab_size: int
+    max_model_len: int
+    max_tokens_cap: int = 32_768
+    num_prompt_tokens: int = 0  # 0 while the prompt isn't tokenised yet
+    allow_no_output: bool = False  # max_tokens 0: scoring, which needs the prompt echoed
+
+    @property
+    def room(self) -> int:
+        """Tokens that the context leaves behind the prompt."""
+        return self.max_model_len - self.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose tokens, every default filled in; numbers are what float32 holds, as on the wire to the worker."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0  # admission draws one where the request has none
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class _Field:
+    """One field as its client calls it, and what came in it."""
+
+    name: str
+    value: Any
+
+    def refuse(self, rule: str) -> StatusError:
+        """`rule` goes on after "NAME is VALUE: it ..."."""
+        return invalid(self.name, f"{self.name} is {shown(self.value)}: it {rule}")
+
+
+def shown(value: object) -> str:
+    """A client's value as an error quotes it: ASCII, and never long."""
+    if isinstance(value, str):
+        return ascii(value) if len(value) <= 64 else f"a string of {len(value)} characters"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**30 else "a number of more than 30 digits"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"an object with {len(value)} entries"
+    if isinstance(value, Sequence):
+        return f"a list of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def whole(low: int, high: int) -> Callable[[_Field, Limits], int]:
+    """An integer from `low` to `high`."""
+
+    def check(entry: _Field, limits: Limits) -> int:
+        value = entry.value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise entry.refuse("must be an integer, without quotes or a fraction")
+        if not low <= value <= high:
+            raise entry.refuse(f"must be from {low} to {high}")
+        return value
+
+    return check
+
+
+def number(low: float, high: float, *, above: bool = False) -> Callable[[_Field, Limits], float]:
+    """A number from `low` to `high`; `above`: `low` itself is refused. The answer is what float32 makes of it."""
+    bounds = f"must be above {low:g} and at most {high:g}" if above else f"must be from {low:g} to {high:g}"
+
+    def check(entry: _Field, limits: Limits) -> float:
+        value = entry.value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise entry.refuse("must be a number, without quotes")
+        if not math.isfinite(value) if isinstance(value, float) else False:
+            raise entry.refuse("must be a finite number")
+        if not low <= value <= high or (above and value == low):
+            raise entry.refuse(bounds)
+        if value == 0 and math.copysign(1, value) < 0:
+            raise entry.refuse("must be 0 without a sign, or another number")
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+        if above and rounded <= low:
+            raise entry.refuse(f"is too close to {low:g}")
+        return rounded
+
+    return check
+
+
+def flag(entry: _Field, limits: Limits) -> bool:
+    """true or false."""
+    if not isinstance(entry.value, bool):
+        raise entry.refuse("must be true or false, without quotes")
+    return entry.value
+
+
+def _max_tokens(entry: _Field, limits: Limits) -> int:
+    most = min(limits.max_tokens_cap, limits.room)
+    value = whole(0, _INT32[1])(entry, limits)
+    if value == 0 and not limits.allow_no_output:
+        raise entry.refuse("must be at least 1; 0 is for scoring a prompt and needs echo")
+    if value > limits.max_tokens_cap:
+        raise entry.refuse(f"must be at most {limits.max_tokens_cap} on this server; leave it out for as many as there is room for")
+    if value > limits.room:
+        raise entry.refuse(
+            f"and the prompt's {limits.num_prompt_tokens} tokens exceed the context of {limits.max_model_len} tokens; "
+            f"ask for at most {most}, or leave it out"
+        )
+    return value
+
+
+def _top_k(entry: _Field, limits: Limits) -> int:
+    value = whole(-1, _INT32[1])(entry, limits)
+    return min(max(value, 0), limits.vocab_size)
+
+
+def _token_id(entry: _Field, limits: Limits) -> int:
+    return whole(0, limits.vocab_size - 1)(entry, limits)
+
+
+def _stop(entry: _Field, limits: Limits) -> tuple[str, ...]:
+    stops = [entry.value] if isinstance(entry.value, str) else entry.value
+    if not isinstance(stops, list | tuple):
+        raise entry.refuse("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise entry.refuse(f"may have at most {MAX_STOPS} strings")
+    for index, stop in enumerate(stops):
+        item = entry if stop is entry.value else _Field(f"{entry.name}[{index}]", stop)
+        if not isinstance(stop, str):
+            raise item.refuse("must be a string")
+        if not stop:
+            raise item.refuse("must not be empty; leave it out for no stop string")
+        if len(stop) > MAX_STOP_CHARS:
+            raise item.refuse(f"may have at most {MAX_STOP_CHARS} characters")
+        _check_text(item)
+    return tuple(dict.fromkeys(stops))
+
+
+def _stop_token_ids(entry: _Field, limits: Limits) -> tuple[int, ...]:
+    if not isinstance(entry.value, list | tuple):
+        raise entry.refuse("must be a list of token ids")
+    if len(entry.value) > MAX_STOP_TOKENS:
+        raise entry.refuse(f"may have at most {MAX_STOP_TOKENS} token ids")
+    return tuple(_token_id(_Field(f"{entry.name}[{index}]", value), limits) for index, value in enumerate(entry.value))
+
+
+def _logit_bias(entry: _Field, limits: Limits) -> dict[int, float]:
+    if not isinstance(entry.value, Mapping):
+        raise entry.refuse("must be an object from token id to bias")
+    if len(entry.value) > MAX_LOGIT_BIASES:
+        raise entry.refuse(f"may have at most {MAX_LOGIT_BIASES} entries")
+    biases = {}
+    for key, bias in entry.value.items():
+        if isinstance(key, str) and not _TOKEN_ID.fullmatch(key):
+            raise invalid(entry.name, f"{entry.name} has the key {shown(key)}: keys must be token ids from 0 to {limits.vocab_size - 1}")
+        token_id = int(key) if isinstance(key, str) else key
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < limits.vocab_size:
+            raise invalid(entry.name, f"{entry.name} has the key {shown(key)}: token ids must be from 0 to {limits.vocab_size - 1}")
+        name = f"{entry.name}[{token_id}]"
+        biases[token_id] = number(-100, 100)(_Field(name, bias), limits)
+    return biases
+
+
+_TABLE: Mapping[str, Callable[[_Field, Limits], Any]] = {
+    "max_tokens": _max_tokens,
+    "min_tokens": whole(0, _INT32[1]),
+    "temperature": number(0, 100),
+    "top_p": number(0, 1, above=True),
+    "top_k": _top_k,
+    "min_p": number(0, 1),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "repetition_penalty": number(1e-6, 100),
+    "logit_bias": _logit_bias,
+    "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
+    "ignore_eos": flag,
+    "seed": whole(*_INT64),
+    "n": whole(1, MAX_CHOICES),
+    "logprobs": whole(0, MAX_LOGPROBS),
+    "prompt_logprobs": whole(0, MAX_LOGPROBS),
+    "best_of": whole(1, MAX_CHOICES),
+}
+FIELDS = frozenset(_TABLE)
+"""What validate_sampling reads."""
+
+
+def validate_sampling(fields: Mapping[str, object], *, limits: Limits, names: Mapping[str, str] = _NOTHING) -> Sampling:
+    """The sampling that `fields` ask for; null is absence, keys outside FIELDS are not looked at.
+
+    `names` maps a field to what the client called it, where that differs: {"max_tokens": "max_completion_tokens"}.
+    Raises INVALID_ARGUMENT naming the field as the client did, its value, its limit and what to do.
+    """
+    given = {name: _Field(names.get(name, name), fields[name]) for name in _TABLE if fields.get(name) is not None}
+    values = {name: _TABLE[name](entry, limits) for name, entry in given.items()}
+    values.setdefault("max_tokens", max(0 if limits.allow_no_output else 1, min(limits.max_tokens_cap, limits.room)))
+    if values.get("min_tokens", 0) > values["max_tokens"]:
+        bound = "max_tokens" if "max_tokens" in given else "the tokens there is room for"
+        raise given["min_tokens"].refuse(f"must be at most {names.get('max_tokens', bound)}, {values['max_tokens']}")
+    best_of, n = values.pop("best_of", None), values.get("n", 1)
+    if best_of is not None and best_of < n:
+        raise given["best_of"].refuse(f"must be at least n, {n}")
+    if best_of is not None and best_of > n:
+        raise given["best_of"].refuse(
+            f"must equal n, {n}: this server doesn't choose among more; ask for n = {best_of} and choose yourself"
+        )
+    return Sampling(**values)
