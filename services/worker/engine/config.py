@@ -263,6 +263,8 @@ def _gguf_rope(fields: Mapping[str, object], architecture: str, factors: tuple[f
         if kind != "none":
             raise ModelFileError(f"rope_freqs.weight together with rope scaling {kind!r} isn't served")
         return RopeConfig(theta, "factors", factors=factors)
+    if kind == "none":
+        return RopeConfig(theta)
     for name in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
         if fields.get(f"rope.scaling.{name}") not in (None, 0, 1.0, -1.0):
             raise ModelFileError(f"{architecture}.rope.scaling.{name} isn't served")

@@ -1,0 +1,225 @@
+"""Tiny random models for the engine's tests, made with transformers, and a plain way to drive a decoder: steps of chosen chunks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import gguf.quants
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from services.worker.engine.attention import AttentionMetadata
+from services.worker.engine.kv_cache import KVCache
+from services.worker.engine.models.decoder import Decoder
+
+VOCAB = 199  # odd on purpose: no vector of any width divides it
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.3,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_SHAPE),
+    "llama-tied": LlamaConfig(**_SHAPE | {"num_key_value_heads": 6}, tie_word_embeddings=True),
+    "llama-one-kv-head": LlamaConfig(**_SHAPE | {"num_key_value_heads": 1}),
+    "llama3-rope": LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3),
+    "linear-rope": LlamaConfig(**_SHAPE, rope_parameters=_LINEAR),
+    "yarn-rope": LlamaConfig(**_SHAPE, rope_parameters=_YARN),
+    "mistral": MistralConfig(**_SHAPE, sliding_window=None, head_dim=16),
+    "mistral-window": MistralConfig(**_SHAPE, sliding_window=37),
+    "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**_SHAPE, head_dim=20),
+}
+
+
+def make_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A random model whose every weight matters: norms and biases, too, are away from 1 and 0."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                weight.add_(torch.randn_like(weight) * 0.2)
+    return model
+
+
+def save_model(name: str, folder: Path) -> PreTrainedModel:
+    """Make one of CONFIGS and write it to `folder` as a hub's would lie there."""
+    model = make_model(CONFIGS[name])
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.inference_mode()
+def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """[num_tokens, vocab] by transformers."""
+    logits: Tensor = model(torch.tensor([list(tokens)])).logits[0]
+    return logits
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens [start, stop) of a text, whose keys and values live in the blocks of `table`."""
+
+    tokens: Sequence[int]
+    start: int
+    stop: int
+    table: Sequence[int]
+
+
+def make_cache(decoder: Decoder, num_blocks: int = 64, block_size: int = 16) -> KVCache:
+    """A cache full of NaN: nothing that wasn't written may be read."""
+    kv = KVCache(decoder.config, num_blocks, block_size, decoder.dtype, decoder.device)
+    kv.pages.fill_(float("nan"))
+    return kv
+
+
+def run_step(decoder: Decoder, kv: KVCache, chunks: Sequence[Chunk]) -> list[Tensor]:
+    """One step; the logits [num_tokens, vocab] of every token of each chunk."""
+    lengths = [chunk.stop - chunk.start for chunk in chunks]
+    metadata = AttentionMetadata.build(lengths, [chunk.stop for chunk in chunks], [chunk.table for chunk in chunks], kv.block_size)
+    tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens[chunk.start : chunk.stop]])
+    positions = torch.tensor([position for chunk in chunks for position in range(chunk.start, chunk.stop)])
+    logits = decoder.forward(tokens, positions, kv, metadata, torch.arange(len(tokens)))
+    return list(logits.split(lengths))
+
+
+def run_alone(decoder: Decoder, tokens: Sequence[int], sizes: Sequence[int] = (), block_size: int = 16) -> Tensor:
+    """Logits [num_tokens, vocab] of a text in an engine of its own, in chunks of `sizes` and then the rest."""
+    num_blocks = -(-len(tokens) // block_size)
+    kv, table = make_cache(decoder, num_blocks, block_size), range(num_blocks)
+    out, start = [], 0
+    for size in [*sizes, len(tokens)]:
+        stop = min(start + size, len(tokens))
+        if stop > start:
+            out += run_step(decoder, kv, [Chunk(tokens, start, stop, table)])
+        start = stop
+    return torch.cat(out)
+
+
+GGUF_TYPES = {
+    "F64", "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0",
+    "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS",
+}  # fmt: skip
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers.": "blk.",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    kind: str = "F32",
+    *,
+    extra: dict[str, int | float | str] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+) -> None:
+    """Write a model as GGUF, its matrices in type `kind`, and set the model's own weights to what the file's come to.
+
+    Types that the gguf package can't quantise get random blocks of sane size.
+    """
+    config = model.config
+    architecture = "llama" if config.model_type == "mistral" else config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_eos_token_id(2)
+    writer.add_token_list([f"token-{i}" for i in range(config.vocab_size)])
+    writer.add_array("test.numbers", [1, 2, 3])
+    for key, value in (extra or {}).items():
+        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
+    tied = config.tie_word_embeddings
+    for name, weight in model.named_parameters():
+        if tied and name == "lm_head.weight":
+            continue
+        shape = tuple(weight.shape)
+        values = weight.detach().numpy()
+        heads = (
+            {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(name[name.find("_proj") - 1], 0)
+            if "_proj" in name
+            else 0
+        )
+        if architecture == "llama" and heads:  # as llama.cpp's conversion does
+            values = values.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        quantised = kind if len(shape) == 2 else "F32"
+        raw, values = _quantise(np.ascontiguousarray(values), gguf.GGMLQuantizationType[quantised])
+        if architecture == "llama" and heads:
+            values = values.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        with torch.no_grad():
+            weight.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+        for theirs, ours in _GGUF_NAMES.items():
+            name = name.replace(theirs, ours)
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[quantised])
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _quantise(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> tuple[np.ndarray, np.ndarray]:
+    """(raw, what it comes to in fp32)"""
+    if kind is gguf.GGMLQuantizationType.F64:
+        return values.astype(np.float64), values
+    try:
+        raw = gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        raw = _random_blocks(values.shape, kind)
+    return raw, gguf.quants.dequantize(raw, kind).astype(np.float32).reshape(values.shape)
+
+
+def _random_blocks(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Random bytes, of which the blocks that come to finite values of at most 1 are kept."""
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows, width = shape
+    rng, kept, count = np.random.default_rng(kind.value), np.empty((0, block_bytes), np.uint8), rows * width // block_size
+    while len(kept) < count:
+        blocks = rng.integers(0, 256, (count, block_bytes), np.uint8)
+        with np.errstate(all="ignore"):
+            values = gguf.quants.dequantize(blocks, kind)
+        kept = np.concatenate([kept, blocks[(np.abs(values) <= 1).all(-1)]])
+    return kept[:count].reshape(rows, width // block_size * block_bytes)

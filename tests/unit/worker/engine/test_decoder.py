@@ -1,0 +1,139 @@
+"""The decoder against transformers, and against itself: alone, in chunks, in company."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.worker.engine.attention import AttentionMetadata
+from services.worker.engine.loader import load
+from services.worker.engine.models.decoder import Decoder
+from tests.tiny_models import CONFIGS, VOCAB, Chunk, make_cache, reference_logits, run_alone, run_step, save_model
+
+Pair = tuple[PreTrainedModel, Decoder]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """(transformers' model, ours from its files) by name, made once."""
+    made: dict[str, Pair] = {}
+
+    def make(name: str) -> Pair:
+        if name not in made:
+            folder: Path = tmp_path_factory.mktemp(name)
+            made[name] = save_model(name, folder), load(folder)
+        return made[name]
+
+    return make
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def run_together(decoder: Decoder, texts: list[list[int]], rng: random.Random, block_size: int = 16) -> list[Tensor]:
+    """Logits of every text when they advance by random chunks, some or all of them in a step, on scattered blocks."""
+    counts = [-(-len(text) // block_size) for text in texts]
+    kv = make_cache(decoder, sum(counts), block_size)
+    blocks = list(range(sum(counts)))
+    rng.shuffle(blocks)
+    tables = [[blocks.pop() for _ in range(count)] for count in counts]
+    done, logits = [0] * len(texts), [[] for _ in texts]
+    while any(at < len(text) for at, text in zip(done, texts, strict=True)):
+        going = [i for i in range(len(texts)) if done[i] < len(texts[i]) and rng.random() < 0.8]
+        rng.shuffle(going)
+        chunks = [Chunk(texts[i], done[i], min(len(texts[i]), done[i] + rng.choice([1, 1, 1, 2, 5, 17, 130])), tables[i]) for i in going]
+        if not chunks:
+            continue
+        for i, chunk, rows in zip(going, chunks, run_step(decoder, kv, chunks), strict=True):
+            logits[i].append(rows)
+            done[i] = chunk.stop
+    return [torch.cat(rows) for rows in logits]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_transformers(name: str, make_pair: Callable[[str], Pair]) -> None:
+    model, decoder = make_pair(name)
+    tokens = random_tokens(300, seed=1)
+    torch.testing.assert_close(run_alone(decoder, tokens), reference_logits(model, tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("block_size", [16, 7, 48])
+def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str, block_size: int, make_pair: Callable[[str], Pair]) -> None:
+    _, decoder = make_pair(name)
+    rng = random.Random(f"{name}{block_size}")
+    texts = [random_tokens(rng.choice([1, 3, 20, 90, 260, 300]), seed) for seed in range(9)]
+    for text, logits in zip(texts, run_together(decoder, texts, rng, block_size), strict=True):
+        assert torch.equal(logits, run_alone(decoder, text))
+
+
+@pytest.mark.parametrize("name", ["llama3-rope", "mistral-window", "qwen2", "qwen3"])
+def test_greedy_ids_are_those_of_transformers(name: str, make_pair: Callable[[str], Pair]) -> None:
+    model, decoder = make_pair(name)
+    prompt = torch.tensor([random_tokens(12, seed=2)])
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=200, do_sample=False, eos_token_id=None)
+    tokens, kv, table = prompt[0].tolist(), make_cache(decoder), range(64)
+    start = 0
+    while len(tokens) < 212:
+        (logits,) = run_step(decoder, kv, [Chunk(tokens, start, len(tokens), table)])
+        start = len(tokens)
+        tokens.append(int(logits[-1].argmax()))
+    assert tokens == expected[0].tolist()
+
+
+def test_sequences_share_the_blocks_of_a_prefix(make_pair: Callable[[str], Pair]) -> None:
+    _, decoder = make_pair("llama")
+    prefix = random_tokens(48, seed=3)
+    texts = [prefix + random_tokens(30 + i, seed=4 + i) for i in range(3)]
+    kv = make_cache(decoder)
+    run_step(decoder, kv, [Chunk(prefix, 0, 48, [5, 6, 7])])
+    tables = [[5, 6, 7, 10 + 3 * i, 11 + 3 * i, 12 + 3 * i] for i in range(3)]
+    together = run_step(decoder, kv, [Chunk(text, 48, len(text), table) for text, table in zip(texts, tables, strict=True)])
+    for text, logits in zip(texts, together, strict=True):
+        assert torch.equal(logits, run_alone(decoder, text)[48:])
+
+
+def test_a_sequence_that_turned_to_nan_leaves_others_alone(make_pair: Callable[[str], Pair]) -> None:
+    _, decoder = make_pair("mistral-window")
+    text = random_tokens(70, seed=8)
+    kv = make_cache(decoder)  # block 0 .. 4 hold NaN as another's would
+    _, logits = run_step(decoder, kv, [Chunk([1, 2], 1, 2, [0]), Chunk(text, 0, 70, range(10, 15))])
+    assert torch.equal(logits, run_alone(decoder, text))
+
+
+def test_only_the_rows_asked_for_get_logits(make_pair: Callable[[str], Pair]) -> None:
+    _, decoder = make_pair("qwen3")
+    kv = make_cache(decoder)
+    metadata = AttentionMetadata.build([5], [5], [[0]], kv.block_size)
+    tokens = torch.arange(5)
+    assert decoder.forward(tokens, tokens, kv, metadata, torch.tensor([], dtype=torch.int64)).shape == (0, VOCAB)
+    assert decoder.forward(tokens, tokens, kv, metadata, torch.tensor([4, 1])).shape == (2, VOCAB)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bf16_is_near_fp32_and_batch_invariant_too(name: str, tmp_path: Path) -> None:
+    model = save_model(name, tmp_path)
+    rounded = save_model(name, tmp_path).to(torch.bfloat16)
+    decoder = load(tmp_path, dtype=torch.bfloat16)
+    texts = [random_tokens(40 + i, seed=i) for i in range(5)]
+    together = run_together(decoder, texts, random.Random(5))
+    for text, logits in zip(texts, together, strict=True):
+        assert logits.dtype == torch.float32
+        assert torch.equal(logits, run_alone(decoder, text))
+        expected = reference_logits(model, text)
+        theirs = reference_logits(rounded, text).float()
+        assert (logits - expected).norm() < 1.3 * (theirs - expected).norm()
