@@ -17,7 +17,7 @@ from services.cli.home import Home, Running
 from services.cli.mesh import Mesh, Plan
 from services.cli.problem import Problem
 from services.cli.run import Answer, ask
-from services.cli.up import until_signal
+from services.cli.up import unless, until_signal
 
 _QUESTION = "What is the capital of France?"
 _EXPECTED = "Paris"
@@ -40,17 +40,22 @@ async def _demo(plan: Plan, home: Home) -> list[str]:
     home.make()
     steps = screen.StepList(console)
     mesh = Mesh(plan, home, steps.hear)
-    async with until_signal(mesh):
+    async with until_signal(mesh) as stopped:
         with steps:
-            running = await mesh.start()
-        console.print(f"\n[bold]{_QUESTION}[/bold] over gRPC, {running.grpc_address}")
-        by_grpc = await _ask_grpc(running)
-        _print_rate(console, by_grpc)
-        console.print(f"\n[bold]{_QUESTION}[/bold] over HTTP, {running.http_base_url}")
-        by_http = await _ask_http(running)
-        _print_rate(console, by_http)
+            running = await unless(stopped, mesh.start())
+        answers = await unless(stopped, _ask_both(console, running))
         console.print()
-    return [face for face, answer in (("gRPC", by_grpc), ("HTTP", by_http)) if _EXPECTED not in answer.text]
+    return [face for face, answer in answers.items() if _EXPECTED not in answer.text]
+
+
+async def _ask_both(console: Console, running: Running) -> dict[str, Answer]:
+    answers = {}
+    for face, where, ask_face in (("gRPC", running.grpc_address, _ask_grpc), ("HTTP", running.http_base_url, _ask_http)):
+        console.print(f"\n[bold]{_QUESTION}[/bold] over {face}, {where}", highlight=False)
+        answer = answers[face] = await ask_face(running)
+        first, rate = answer.ttft_seconds * 1000, answer.tokens_per_second
+        console.print(f"\n[dim]time to first token {first:.0f} ms, {rate:.1f} tokens/s[/dim]", highlight=False)
+    return answers
 
 
 async def _ask_grpc(running: Running) -> Answer:
@@ -95,8 +100,3 @@ def _take_chunk(answer: Answer, chunk: dict[str, object], start: float) -> None:
             answer.ttft_seconds = time.perf_counter() - start
         answer.text += text
         print(text, end="", flush=True)
-
-
-def _print_rate(console: Console, answer: Answer) -> None:
-    rate = f"{answer.tokens_per_second:.1f} tokens/s"
-    console.print(f"\n[dim]time to first token {answer.ttft_seconds * 1000:.0f} ms, {rate}[/dim]", highlight=False)

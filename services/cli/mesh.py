@@ -101,7 +101,7 @@ class Mesh:
                 "FOREBAY_SCHEDULERS": scheduler_address,
                 "FOREBAY_MODEL": f"{model.path}={model.name}",
                 "FOREBAY_WORKER_ID": f"worker-{number}",
-                "FOREBAY_NUM_THREADS": str(threads),
+                "FOREBAY_NUM_THREADS": os.environ.get("FOREBAY_NUM_THREADS", str(threads)),
             }
             if plan.kv_memory is not None:
                 environment["FOREBAY_KV_MEMORY"] = plan.kv_memory

@@ -68,16 +68,17 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Stops the children in reverse order of their start, neighbours of one kind together: SIGTERM, and SIGKILL for the late."""
+        for child in self._children:
+            child.stopping = True  # what dies from now on stays dead
         while self._children:
-            kind = self._children[-1].kind
-            group = []
-            while self._children and self._children[-1].kind == kind:
-                group.append(self._children.pop())
+            group = [child for child in self._children if child.kind == self._children[-1].kind]
             await asyncio.gather(*(child.stop() for child in group))
+            self._children = [child for child in self._children if child not in group]
 
     def kill(self) -> None:
-        """Ends every child at once; for a second Ctrl-C."""
+        """Ends every child at once, during `stop` too; for a second Ctrl-C."""
         for child in self._children:
+            child.stopping = True
             child.signal(signal.SIGKILL)
 
     @property
@@ -95,7 +96,7 @@ class _Child:
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Future[Mapping[str, object]] | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._stopping = False
+        self.stopping = False
 
     @property
     def kind(self) -> str:
@@ -127,7 +128,6 @@ class _Child:
         return facts
 
     async def stop(self) -> None:
-        self._stopping = True
         if self._process is not None and self._process.returncode is None:
             self.signal(signal.SIGTERM)
             try:
@@ -149,7 +149,7 @@ class _Child:
         backoff = _FIRST_BACKOFF_SECONDS
         while True:
             lived_seconds = await run
-            if self._stopping:
+            if self.stopping:
                 return
             if lived_seconds > _HEALTHY_SECONDS:
                 backoff = _FIRST_BACKOFF_SECONDS

@@ -4,16 +4,18 @@ import asyncio
 import contextlib
 import json
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
 from services.cli import models, screen
-from services.cli.home import Home, Running
+from services.cli.home import Home
 from services.cli.mesh import Mesh, Plan
+
+Result = TypeVar("Result")
 
 
 def up(
@@ -42,9 +44,7 @@ async def _keep_up(plan: Plan, home: Home, as_json: bool) -> None:
         mesh = Mesh(plan, home, hear)
         async with until_signal(mesh) as stopped:
             with contextlib.nullcontext() if as_json else steps:
-                running = await _start_or_stop(mesh, stopped)
-            if running is None:
-                return
+                running = await unless(stopped, mesh.start())
             if as_json:
                 print(json.dumps({"event": "up", **asdict(running)}), flush=True)
             else:
@@ -54,16 +54,17 @@ async def _keep_up(plan: Plan, home: Home, as_json: bool) -> None:
                 console.print("stopping: streams in flight may end first; Ctrl-C again ends them at once")
 
 
-async def _start_or_stop(mesh: Mesh, stopped: asyncio.Event) -> Running | None:
-    """The mesh when it is up; None when a signal came first."""
-    start, stop = asyncio.create_task(mesh.start()), asyncio.create_task(stopped.wait())
-    await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+async def unless(stopped: asyncio.Event, work: Coroutine[object, object, Result]) -> Result:
+    """What the work comes to; KeyboardInterrupt when the event is set first."""
+    task, stop = asyncio.create_task(work), asyncio.create_task(stopped.wait())
+    either: set[asyncio.Future[Any]] = {task, stop}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
-    if start.done():
-        return start.result()
-    start.cancel()
-    await asyncio.wait({start})
-    return None
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait({task})
+    raise KeyboardInterrupt
 
 
 @contextlib.asynccontextmanager

@@ -16,6 +16,8 @@ import grpc
 import psutil
 from openai import AsyncOpenAI, OpenAI
 
+from services.cli import supervisor
+
 START_SECONDS = 120
 FOREBAY = (sys.executable, "-P", "-m", "services.cli")
 
@@ -99,7 +101,9 @@ def environment(home: Path) -> dict[str, str]:
 @contextmanager
 def running(home: Path, *arguments: str) -> Iterator[Mesh]:
     """A mesh that is up; ended with SIGINT, as a person would."""
-    command = [*FOREBAY, "up", "--json", "--grpc-port", "0", "--http-port", "0", *arguments]
+    # Under deathwatch: a test process that is ended by its timeout leaves no mesh behind.
+    deathwatch = str(Path(supervisor.__file__).with_name("deathwatch.py"))
+    command = [sys.executable, deathwatch, str(os.getpid()), *FOREBAY, "up", "--json", "--grpc-port", "0", "--http-port", "0", *arguments]
     errors = home.with_name(home.name + ".stderr")
     with errors.open("w") as stderr:
         process = subprocess.Popen(command, env=environment(home), stdout=subprocess.PIPE, stderr=stderr, text=True)

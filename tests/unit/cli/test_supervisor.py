@@ -104,6 +104,19 @@ async def test_stops_in_reverse_order_and_kills_the_deaf(tmp_path: Path) -> None
     assert stopped[3] == "valkey"
 
 
+async def test_kill_ends_a_stop_that_waits(tmp_path: Path) -> None:
+    events = Events()
+    supervisor = Supervisor(tmp_path, events)
+    await supervisor.start(_spec("valkey", _LISTENS))
+    await supervisor.start(_spec("gateway", _IGNORES_SIGTERM, stop_seconds=3600))
+    stop = asyncio.create_task(supervisor.stop())
+    await asyncio.sleep(0)  # the stop has begun
+    supervisor.kill()
+    await stop
+    assert [event.kind for event in events.seen if event.kind in ("died", "restarting")] == []
+    assert supervisor.pids == {}
+
+
 async def test_a_probed_child_is_up_when_its_probe_says_so(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
 
