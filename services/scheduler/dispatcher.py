@@ -1,0 +1,71 @@
+"""Places waiting tickets: woken, it reads, lets the policy decide, commits. Any number of schedulers do so at once; losers look again."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from services.common.errors import StatusError
+from services.scheduler import keys
+from services.scheduler.ledger import Lease, Ledger
+from services.scheduler.metrics import Metrics, class_label
+from services.scheduler.policy.order import arrange
+from services.scheduler.policy.pick import Placement, Rules, plan
+from services.scheduler.registry import Registry
+
+MAX_HEADS = 64
+"""Tickets of one queue that are looked at in one round."""
+
+
+class Dispatcher:
+    """`delivered` is told of each lease, and the name of its line."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        registry: Registry,
+        rules: Rules,
+        metrics: Metrics,
+        *,
+        poll_seconds: float,
+        delivered: Callable[[Lease, str], None],
+    ) -> None:
+        self._ledger = ledger
+        self._registry = registry
+        self._rules = rules
+        self._metrics = metrics
+        self._poll_seconds = poll_seconds
+        self._delivered = delivered
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """There is a new ticket, or room."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            with suppress(TimeoutError):  # Look anyway: a wake-up from another scheduler may be lost.
+                await asyncio.wait_for(self._woken.wait(), self._poll_seconds)
+            self._woken.clear()
+            with suppress(StatusError):  # Redis is away; the next wake-up or poll tries again.
+                while await self._place_some():
+                    pass
+
+    async def _place_some(self) -> bool:
+        workers = self._registry.usable(time.monotonic())
+        if not workers:
+            return False
+        usable, fifos = await self._ledger.view(workers, MAX_HEADS)
+        placements = plan(arrange(fifos), usable, self._rules)
+        for placement, outcome in zip(placements, await self._ledger.commit(placements, self._rules), strict=True):
+            self._report(placement, outcome)
+        return bool(placements)
+
+    def _report(self, placement: Placement, outcome: Lease | str) -> None:
+        if isinstance(outcome, str):
+            self._metrics.refused_commits.labels(outcome).inc()
+            return
+        ticket = placement.ticket
+        self._metrics.placements.labels(ticket.model, class_label(ticket.latency_class)).inc()
+        self._delivered(outcome, keys.line_name(ticket.model, ticket.latency_class))

@@ -1,0 +1,163 @@
+"""Keeps house, once a second: speaks for the waiting streams, sweeps, refuses what nobody serves, tells positions and metrics."""
+
+import asyncio
+import time
+from contextlib import suppress
+
+from services.common import log
+from services.common.errors import Code, StatusError, unavailable
+from services.scheduler import keys
+from services.scheduler.ledger import Ended, Finished, Full, Lease, Ledger, News, Survey
+from services.scheduler.metrics import Metrics, class_label
+from services.scheduler.policy.order import Pace, Ticket, positions
+from services.scheduler.registry import Registry
+from services.scheduler.waiting import Position, Waiter, Waiting, superseded
+
+LOG = log.get(__name__)
+_SOON_SECONDS = 0.05
+
+
+class Keeper:
+    """Everything here is repeated, so it may fail at any time: the next round does what this one could not."""
+
+    def __init__(
+        self, ledger: Ledger, registry: Registry, waiting: Waiting, metrics: Metrics, *, poll_seconds: float, no_worker_seconds: float
+    ) -> None:
+        self._ledger = ledger
+        self._registry = registry
+        self._waiting = waiting
+        self._metrics = metrics
+        self._poll_seconds = poll_seconds
+        self._no_worker_seconds = no_worker_seconds
+        self._started_at = time.monotonic()
+        self._paces: dict[str, Pace] = {}
+        self._asked = asyncio.Event()
+        self.survey = Survey({}, {}, 0)
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            with suppress(StatusError):  # Redis is away.
+                await self._keep_house()
+            self._refuse_unserved()
+            await asyncio.sleep(self._poll_seconds)
+
+    async def tell_positions(self) -> None:
+        """For ever: to every waiting stream once a second, sooner when one has just come."""
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), self._poll_seconds)
+            await asyncio.sleep(min(_SOON_SECONDS, self._poll_seconds))  # Many come together; most are placed meanwhile.
+            self._asked.clear()
+            with suppress(StatusError):  # Redis is away.
+                await self._tell_positions()
+
+    def ask_position(self) -> None:
+        """A stream has come and would like to know where it stands."""
+        self._asked.set()
+
+    async def enqueue(self, waiter: Waiter) -> None:
+        """Queues a waiter's ticket, for the first time or because Redis has lost it, and settles the waiter if that ends the wait."""
+        answer = await self._ledger.enqueue(
+            waiter.ticket,
+            waiter.holder,
+            deadline_seconds=waiter.deadline_at - time.monotonic(),
+            lost_epoch=waiter.lost_epoch,
+            traceparent=waiter.traceparent,
+        )
+        match answer:
+            case Lease():
+                waiter.settle(answer)
+            case Full():
+                waiter.settle(self._full(waiter.ticket, answer))
+            case Finished():
+                waiter.settle(StatusError(Code.ALREADY_EXISTS, f"request {waiter.ticket.request_id} has ended: use a new id"))
+            case _:
+                waiter.queued(answer.order, time.monotonic() + answer.left_seconds)
+
+    def left(self, line: str) -> None:
+        """A ticket has left its line, here or elsewhere."""
+        now = time.monotonic()
+        self._paces.setdefault(line, Pace(now)).placed(now)
+
+    def unserved(self, ticket: Ticket) -> StatusError | None:
+        """UNAVAILABLE if no worker has served the ticket's model for too long. A scheduler that has just started doesn't know yet."""
+        now = time.monotonic()
+        served_at = self._registry.served_at(ticket)
+        if now - max(served_at or 0.0, self._started_at) <= self._no_worker_seconds:
+            return None
+        what = f"{ticket.model} in version {ticket.model_version}" if ticket.model_version else ticket.model
+        since = "" if served_at is None else f" for {now - served_at:.0f} s"
+        return unavailable(f"no worker serves {what}{since}: start one, or try again", 5.0, "NO_WORKER")
+
+    async def _keep_house(self) -> None:
+        for news in await self._ledger.touch([(w.ticket.request_id, w.holder) for w in self._waiting if w.enqueued]):
+            await self._hear(news)
+        for ended in await self._ledger.sweep():
+            self._report(ended)
+        self.survey = await self._ledger.survey()
+        now = time.monotonic()
+        for (model, version), age in self.survey.serving.items():
+            self._registry.note_served(model, version, now - age)
+        self._show()
+
+    async def _hear(self, news: News) -> None:
+        waiter = self._waiting.get(news.request_id)
+        if waiter is None or waiter.settled:
+            return
+        if news.lease is not None:
+            waiter.settle(news.lease)
+        elif news.kind == "superseded":
+            waiter.settle(superseded())
+        else:
+            await self.enqueue(waiter)
+
+    def _report(self, ended: Ended) -> None:
+        LOG.info("swept", request_id=ended.request_id, reason=ended.reason, epoch=ended.epoch, worker=ended.worker_id,
+                 num_output_tokens=ended.num_output_tokens)  # fmt: skip
+        self._metrics.ended(ended.line, ended.reason)
+
+    def _refuse_unserved(self) -> None:
+        for waiter in self._waiting:
+            error = self.unserved(waiter.ticket)
+            if error is not None:
+                waiter.settle(error)
+
+    async def _tell_positions(self) -> None:
+        lines = {keys.line_name(w.ticket.model, w.ticket.latency_class) for w in self._waiting if not w.settled}
+        if not lines:
+            return
+        by_line: dict[str, dict[str, list[tuple[str, int]]]] = {}
+        for queue, entries in (await self._ledger.queued(lines)).items():
+            model, latency_class, org = keys.parse_queue(queue)
+            by_line.setdefault(keys.line_name(model, latency_class), {})[org] = entries
+        now = time.monotonic()
+        for line, fifos in by_line.items():
+            pace = self._paces.setdefault(line, Pace(now))
+            for request_id, position in positions(fifos).items():
+                waiter = self._waiting.get(request_id)
+                if waiter is not None:
+                    waiter.move(Position(position, pace.eta_seconds(position, now)))
+
+    def _full(self, ticket: Ticket, full: Full) -> StatusError:
+        line = keys.line_name(ticket.model, ticket.latency_class)
+        now = time.monotonic()
+        eta = self._paces.setdefault(line, Pace(now)).eta_seconds(full.num_waiting, now)
+        words = f"{full.num_waiting} {class_label(ticket.latency_class)} requests wait for {ticket.model} already: try again later"
+        return unavailable(words, min(max(eta, 1.0), 30.0), "QUEUE_FULL")
+
+    def _show(self) -> None:
+        self._metrics.show_queues(self.lines())
+        self._metrics.live_leases.set(self.survey.num_leases)
+        self._metrics.waiting_streams.set(len(self._waiting))
+        for model, num in self._registry.ready_by_model(time.monotonic()).items():
+            self._metrics.workers_ready.labels(model).set(num)
+
+    def lines(self) -> dict[tuple[str, int], tuple[int, float]]:
+        """(model, class) -> (tickets waiting, seconds that the oldest has waited), as of the last survey."""
+        lines: dict[tuple[str, int], tuple[int, float]] = {}
+        for queue, (num, oldest) in self.survey.queues.items():
+            model, latency_class, _ = keys.parse_queue(queue)
+            so_far, oldest_so_far = lines.get((model, latency_class), (0, 0.0))
+            lines[model, latency_class] = so_far + num, max(oldest, oldest_so_far)
+        return lines

@@ -1,0 +1,91 @@
+"""Every Redis key of Forebay, in one place. The prefix carries the schema's version; Lua gets the same names as its table K.
+
+schema                 string   version of this layout, outside the prefix; a scheduler refuses one it doesn't know
+ticket:<request>       hash     a ticket's life: spec, state, order, epoch, lease; expires after its end
+fifo:<queue>           zset     request ids of one (model, class, org), by order
+queues                 set      names of the fifos that are not empty
+waiting                hash     line, one (model, class) -> tickets waiting in it
+held                   zset     queued tickets by the time their Place stream was last seen
+starting, running      zset     leases by the time of placement / of their last listing in a heartbeat
+worker:<id>            hash     incarnation, room used by class, flags
+leases:<worker>        set      request ids that this worker has leases of
+serving                zset     [model, version] by the last heartbeat of a worker that has it loaded
+order                  string   last order number given out
+swept                  hash     when somebody last looked for what is overdue, and since when without a gap
+events                 channel  what other schedulers want to know at once: queued, placed, room
+"""
+
+import json
+
+SCHEMA_VERSION = "1"
+SCHEMA = "forebay:schema"
+PREFIX = f"forebay:{SCHEMA_VERSION}:"
+
+_PARTS = {
+    "ticket": "ticket:",
+    "fifo": "fifo:",
+    "queues": "queues",
+    "waiting": "waiting",
+    "held": "held",
+    "starting": "starting",
+    "running": "running",
+    "worker": "worker:",
+    "leases": "leases:",
+    "serving": "serving",
+    "order": "order",
+    "swept": "swept",
+    "events": "events",
+}
+
+EVENTS = PREFIX + _PARTS["events"]
+SERVING = PREFIX + _PARTS["serving"]
+QUEUES = PREFIX + _PARTS["queues"]
+HELD = PREFIX + _PARTS["held"]
+STARTING = PREFIX + _PARTS["starting"]
+RUNNING = PREFIX + _PARTS["running"]
+SWEPT = PREFIX + _PARTS["swept"]
+
+LUA_TABLE = "local K = {" + ", ".join(f"{name} = '{PREFIX}{part}'" for name, part in _PARTS.items()) + "}\n"
+"""Put in front of every script: the fixed keys and the stems of the others."""
+
+
+def ticket(request_id: str) -> str:
+    """Key of a ticket."""
+    return PREFIX + _PARTS["ticket"] + request_id
+
+
+def fifo(queue: str) -> str:
+    """Key of a fifo by its queue's name."""
+    return PREFIX + _PARTS["fifo"] + queue
+
+
+def worker(worker_id: str) -> str:
+    """Key of a worker's room."""
+    return PREFIX + _PARTS["worker"] + worker_id
+
+
+def leases(worker_id: str) -> str:
+    """Key of a worker's leases."""
+    return PREFIX + _PARTS["leases"] + worker_id
+
+
+def line_name(model: str, latency_class: int) -> str:
+    """Name of the line of one (model, class). JSON, so that no character in a name can be taken for a separator."""
+    return json.dumps([model, latency_class])
+
+
+def parse_line(name: str) -> tuple[str, int]:
+    """(model, class) of a line's name."""
+    model, latency_class = json.loads(name)
+    return str(model), int(latency_class)
+
+
+def queue_name(model: str, latency_class: int, org: str) -> str:
+    """Name of the queue of one (model, class, org)."""
+    return json.dumps([model, latency_class, org])
+
+
+def parse_queue(name: str) -> tuple[str, int, str]:
+    """(model, class, org) of a queue's name."""
+    model, latency_class, org = json.loads(name)
+    return str(model), int(latency_class), str(org)

@@ -1,0 +1,240 @@
+"""Each script of lua/ as a Python call: what the mesh knows of tickets, leases and room. Decides nothing."""
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from services.scheduler import keys
+from services.scheduler.policy.order import BATCH, Ticket
+from services.scheduler.policy.pick import Placement, Rules, Worker
+from services.scheduler.store import Call, Store
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds until a ticket or lease that nobody speaks for is over. A pause between sweeps longer than `pause` counts for nobody."""
+
+    stream_gone: float = 5.0
+    start: float = 3.5
+    lease: float = 10.0
+    pause: float = 3.0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to run one request on one worker."""
+
+    request_id: str
+    epoch: int
+    worker_id: str
+    incarnation: str
+    address: str
+    queued_seconds: float
+
+    @classmethod
+    def parse(cls, reply: Sequence[Any]) -> "Lease":
+        """From a script's flat list."""
+        request_id, epoch, worker_id, incarnation, address, queued_ms = reply
+        return cls(str(request_id), int(epoch), str(worker_id), str(incarnation), str(address), float(queued_ms) / 1000)
+
+
+@dataclass(frozen=True)
+class Queued:
+    """The ticket waits, at this place in the order of arrival."""
+
+    order: int
+    waited_seconds: float
+    left_seconds: float
+
+
+@dataclass(frozen=True)
+class Full:
+    """The line is as long as it may be."""
+
+    num_waiting: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The request has ended; ids are unique for ever."""
+
+
+@dataclass(frozen=True)
+class News:
+    """What a waiting stream doesn't know yet: its lease, or that its ticket is missing or has a newer stream."""
+
+    request_id: str
+    kind: str
+    lease: Lease | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A ticket or lease that the sweep has ended: dropped, not started or expired."""
+
+    request_id: str
+    reason: str
+    line: str
+    epoch: int
+    worker_id: str
+    num_output_tokens: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A lease as its worker lists it."""
+
+    request_id: str
+    epoch: int
+    num_output_tokens: int
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """How things stand. `queues`: name -> (tickets, seconds that the oldest has waited); `serving`: (model, version) -> seconds since."""
+
+    queues: dict[str, tuple[int, float]]
+    serving: dict[tuple[str, str], float]
+    num_leases: int
+
+
+class Ledger:
+    """One scheduler's hand on the shared state."""
+
+    def __init__(self, store: Store, scheduler_id: str, *, max_queued: int = 4096, timing: Timing | None = None) -> None:
+        self._store = store
+        self._id = scheduler_id
+        self._max_queued = max_queued
+        self._timing = timing or Timing()
+
+    async def enqueue(
+        self, ticket: Ticket, holder: str, *, deadline_seconds: float, lost_epoch: int = 0, traceparent: str = ""
+    ) -> Queued | Lease | Full | Finished:
+        """Queues a ticket, or says where it stands. `ticket.order` is 0 unless its order is known from before."""
+        line = keys.line_name(ticket.model, ticket.latency_class)
+        queue = keys.queue_name(ticket.model, ticket.latency_class, ticket.org)
+        args: list[str | int] = [ticket.request_id, _write_spec(ticket, traceparent), queue, line, ticket.latency_class]
+        args += [round(deadline_seconds * 1000), holder, json.dumps(sorted(ticket.excluded_workers)), lost_epoch]
+        args += [ticket.num_delivered_tokens, ticket.order, self._max_queued, self._id]
+        kind, *rest = await self._store.run(Call("enqueue", [keys.ticket(ticket.request_id)], args))
+        match kind:
+            case "queued":
+                return Queued(int(rest[0]), rest[1] / 1000, rest[2] / 1000)
+            case "placed":
+                return Lease.parse(rest)
+            case "full":
+                return Full(rest[0])
+        return Finished()
+
+    async def view(self, workers: Sequence[Worker], max_heads: int) -> tuple[list[Worker], list[list[Ticket]]]:
+        """The workers that may be used, with their room in use, and the heads of every queue while there is room at all."""
+        call = Call("view", [keys.QUEUES, *(keys.worker(w.worker_id) for w in workers)], [max_heads, *(w.max_slots for w in workers)])
+        rows, heads = await self._store.run(call)
+        usable = [
+            replace(worker, used_slots=tuple(row[2:6]), used_blocks=tuple(row[6:10]))
+            for worker, row in zip(workers, rows, strict=True)
+            if row[0] == worker.incarnation and row[1]
+        ]
+        fifos: dict[str, list[Ticket]] = {}
+        for head in heads:
+            ticket = _read_spec(*head)
+            fifos.setdefault(keys.queue_name(ticket.model, ticket.latency_class, ticket.org), []).append(ticket)
+        return usable, list(fifos.values())
+
+    async def commit(self, placements: Sequence[Placement], rules: Rules) -> list[Lease | str]:
+        """A lease for each placement that still holds; why not, for the others."""
+        if not placements:
+            return []
+        replies = await self._store.run_many([self._commit_call(p, rules) for p in placements])
+        return [Lease.parse(rest) if kind == "placed" else str(rest[0]) for kind, *rest in replies]
+
+    def _commit_call(self, p: Placement, rules: Rules) -> Call:
+        w, ticket = p.worker, p.ticket
+        key_names = [keys.ticket(ticket.request_id), keys.worker(w.worker_id), keys.leases(w.worker_id)]
+        counted = ticket.latency_class if rules.preemptible else BATCH
+        args: list[str | int] = [ticket.request_id, w.worker_id, w.incarnation, w.address, p.num_slots, p.num_blocks]
+        args += [w.max_slots, p.max_blocks, counted, self._id]
+        return Call("commit", key_names, args)
+
+    async def finish(self, request_id: str, epoch: int, num_output_tokens: int) -> tuple[bool, str]:
+        """(whether this call ended the lease, the name of its line)."""
+        ended, line = await self._store.run(Call("finish", [keys.ticket(request_id)], [request_id, epoch, num_output_tokens, self._id]))
+        return bool(ended), line
+
+    async def withdraw(self, request_id: str, holder: str, reason: str) -> bool:
+        """Ends a ticket that has no lease yet, or one that its stream never heard of."""
+        return bool(await self._store.run(Call("withdraw", [keys.ticket(request_id)], [request_id, holder, reason, self._id])))
+
+    async def touch(self, holders: Sequence[tuple[str, str]]) -> list[News]:
+        """Keeps the tickets of (request id, holder), and says what those don't know yet."""
+        if not holders:
+            return []
+        rows = await self._store.run(Call("touch", (), [part for holder in holders for part in holder]))
+        return [News(rest[0], kind, Lease.parse(rest) if kind == "placed" else None) for kind, *rest in rows]
+
+    async def register(self, worker_id: str, incarnation: str) -> int:
+        """Makes this incarnation the worker; the number of leases that ended with the last one."""
+        return int(await self._store.run(Call("register", [keys.worker(worker_id), keys.leases(worker_id)], [worker_id, incarnation])))
+
+    async def down(self, worker_id: str, incarnation: str) -> bool:
+        """Marks a worker as gone, for all schedulers, until its next heartbeat."""
+        return bool(await self._store.run(Call("down", [keys.worker(worker_id)], [incarnation])))
+
+    async def heartbeat(self, worker: Worker, num_used_blocks: int, leases: Iterable[Held]) -> list[tuple[str, int]] | None:
+        """(request id, epoch) of the leases to revoke. None: another incarnation is the worker now."""
+        served = [json.dumps([name, model.version]) for name, model in worker.models.items()]
+        args: list[str | int] = [worker.worker_id, worker.incarnation, worker.address, num_used_blocks, len(served), *served]
+        for lease in leases:
+            args += [lease.request_id, lease.epoch, lease.num_output_tokens, lease.num_blocks]
+        status, *revoked = await self._store.run(Call("heartbeat", [keys.worker(worker.worker_id), keys.leases(worker.worker_id)], args))
+        if status != "ok":
+            return None
+        return [(str(revoked[i]), int(revoked[i + 1])) for i in range(0, len(revoked), 2)]
+
+    async def sweep(self, most: int = 500) -> list[Ended]:
+        """Ends what nobody has spoken for."""
+        t = self._timing
+        args = [round(seconds * 1000) for seconds in (t.stream_gone, t.start, t.lease, t.pause)]
+        rows = await self._store.run(Call("sweep", [keys.HELD, keys.STARTING, keys.RUNNING, keys.SWEPT], [*args, most]))
+        return [Ended(*row) for row in rows]
+
+    async def survey(self) -> Survey:
+        """How things stand."""
+        queues, serving, num_leases = await self._store.run(Call("survey", [keys.QUEUES, keys.SERVING, keys.STARTING, keys.RUNNING]))
+        seen = {}
+        for name, ms in serving:
+            model, version = json.loads(name)
+            seen[model, version] = ms / 1000
+        return Survey({name: (num, ms / 1000) for name, num, ms in queues}, seen, num_leases)
+
+    async def queued(self, lines: Collection[str]) -> dict[str, list[tuple[str, int]]]:
+        """Queue's name -> (request id, order) of every ticket in it, in order, for the queues of these lines."""
+        (names,) = await self._store.commands(["SMEMBERS", keys.QUEUES])
+        queues = [name for name in names if keys.line_name(*keys.parse_queue(name)[:2]) in lines]
+        if not queues:
+            return {}
+        commands: list[list[str | int | float]] = [["ZRANGE", keys.fifo(queue), 0, -1, "WITHSCORES"] for queue in queues]
+        replies = await self._store.commands(*commands)
+        return {q: [(r[i], int(r[i + 1])) for i in range(0, len(r), 2)] for q, r in zip(queues, replies, strict=True)}
+
+
+def _write_spec(ticket: Ticket, traceparent: str) -> str:
+    spec = asdict(ticket)
+    for told_apart in ("request_id", "order", "num_delivered_tokens", "excluded_workers", "asked_seconds"):
+        del spec[told_apart]
+    return json.dumps({**spec, "traceparent": traceparent})
+
+
+def _read_spec(request_id: str, spec: str, order: str, excluded: str, delivered: int, asked_ms: int) -> Ticket:
+    fields = json.loads(spec)
+    del fields["traceparent"]
+    return Ticket(
+        request_id=request_id,
+        order=int(order),
+        excluded_workers=frozenset(json.loads(excluded)),
+        num_delivered_tokens=delivered,
+        asked_seconds=asked_ms / 1000,
+        **fields,
+    )

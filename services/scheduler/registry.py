@@ -1,0 +1,139 @@
+"""The workers attached to this scheduler: who they are, their last heartbeat, and whether new work may go there.
+
+Time is passed in (monotonic seconds). What room they have is Redis's to say, not this module's.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from forebay.v1 import admin_pb2, scheduler_pb2
+from services.scheduler.policy.order import Ticket
+from services.scheduler.policy.pick import ServedModel, Worker
+
+FORGET_SECONDS = 60.0
+"""How long a worker that has left is still shown, and still counts when judging what the fleet could ever hold."""
+
+
+@dataclass
+class Attached:
+    """One worker. `stream` tells this attachment from an earlier one of the same worker; None when it has left."""
+
+    registration: scheduler_pb2.Register
+    stream: object | None
+    seen_at: float
+    heartbeat: scheduler_pb2.Heartbeat | None = None
+
+    def not_ready_reason(self, now: float, liveness_seconds: float) -> str:
+        """Why no new work goes there, for people; empty if it does."""
+        silent = now - self.seen_at
+        if self.stream is None:
+            return f"its stream ended {silent:.0f} s ago"
+        if silent > liveness_seconds:
+            return f"no heartbeat for {silent:.1f} s"
+        if self.heartbeat is not None and self.heartbeat.draining:
+            return "draining"
+        if self.heartbeat is not None and not self.heartbeat.healthy:
+            return "its engine has work and makes no progress"
+        if not any(model.loaded for model in self.registration.models):
+            return "no model is loaded yet"
+        return ""
+
+
+class Registry:
+    """By worker id. The newest stream of a worker is the one that counts."""
+
+    def __init__(self, *, liveness_seconds: float, max_waiting: int) -> None:
+        self._liveness_seconds = liveness_seconds
+        self._max_waiting = max_waiting
+        self._workers: dict[str, Attached] = {}
+        self._last_served: dict[tuple[str, str], float] = {}
+
+    def attach(self, registration: scheduler_pb2.Register, stream: object, now: float) -> None:
+        """A worker has introduced itself on this stream."""
+        self._workers[registration.worker_id] = Attached(registration, stream, now)
+        self._note_served(self._workers[registration.worker_id], now)
+
+    def beat(self, worker_id: str, stream: object, heartbeat: scheduler_pb2.Heartbeat, now: float) -> bool:
+        """A heartbeat has come. False if a newer stream of this worker has taken over."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.stream is not stream:
+            return False
+        worker.heartbeat, worker.seen_at = heartbeat, now
+        self._note_served(worker, now)
+        return True
+
+    def detach(self, worker_id: str, stream: object) -> bool:
+        """Its stream has ended. False if a newer one has taken over, so that nothing is lost."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.stream is not stream:
+            return False
+        worker.stream = None
+        return True
+
+    def usable(self, now: float) -> list[Worker]:
+        """Workers that new work may go to, with no room in use as far as this module knows."""
+        return [
+            as_worker(w.registration, self._max_waiting)
+            for w in self._workers.values()
+            if not w.not_ready_reason(now, self._liveness_seconds)
+        ]
+
+    def known(self, now: float) -> list[Worker]:
+        """Every worker seen in the last minute, ready or not."""
+        self._forget(now)
+        return [as_worker(w.registration, self._max_waiting) for w in self._workers.values()]
+
+    def served_at(self, ticket: Ticket) -> float | None:
+        """When a ready worker was last seen that serves this ticket's model; None if never."""
+        times = [
+            at for (model, version), at in self._last_served.items() if model == ticket.model and ticket.model_version in ("", version)
+        ]
+        return max(times, default=None)
+
+    def note_served(self, model: str, version: str, at: float) -> None:
+        """Another scheduler has seen it served."""
+        self._last_served[model, version] = max(at, self._last_served.get((model, version), at))
+
+    def states(self, now: float) -> list[admin_pb2.WorkerState]:
+        """For operators, by worker id."""
+        self._forget(now)
+        return [self._as_state(self._workers[worker_id], now) for worker_id in sorted(self._workers)]
+
+    def ready_by_model(self, now: float) -> dict[str, int]:
+        """Ready workers of every model seen, zeros included."""
+        counts = {model: 0 for model, _ in self._last_served}
+        for worker in self.usable(now):
+            for model in worker.models:
+                counts[model] = counts.get(model, 0) + 1
+        return counts
+
+    def _note_served(self, worker: Attached, now: float) -> None:
+        if worker.not_ready_reason(now, self._liveness_seconds):
+            return
+        for model in _loaded(worker.registration):
+            self.note_served(model.model, model.version, now)
+
+    def _forget(self, now: float) -> None:
+        for worker_id, worker in list(self._workers.items()):
+            if worker.stream is None and now - worker.seen_at > FORGET_SECONDS:
+                del self._workers[worker_id]
+
+    def _as_state(self, worker: Attached, now: float) -> admin_pb2.WorkerState:
+        reason = worker.not_ready_reason(now, self._liveness_seconds)
+        return admin_pb2.WorkerState(
+            registration=worker.registration,
+            heartbeat=worker.heartbeat,
+            heartbeat_age_seconds=now - worker.seen_at,
+            ready=not reason,
+            not_ready_reason=reason,
+        )
+
+
+def _loaded(registration: scheduler_pb2.Register) -> Iterable[scheduler_pb2.WorkerModel]:
+    return [model for model in registration.models if model.loaded]
+
+
+def as_worker(r: scheduler_pb2.Register, max_waiting: int) -> Worker:
+    """The policy's view of a worker with nothing in use."""
+    models = {m.model: ServedModel(m.version, m.block_size, m.num_blocks, m.max_model_len) for m in _loaded(r)}
+    return Worker(r.worker_id, r.incarnation, r.address, r.max_sequences, r.max_sequences + max_waiting, models)

@@ -1,0 +1,136 @@
+"""One scheduler: its parts, wired, and the tasks that run them. The gRPC faces in server.py call in here."""
+
+import asyncio
+import itertools
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.common import log
+from services.common.errors import Code, StatusError
+from services.scheduler.dispatcher import Dispatcher
+from services.scheduler.keeper import Keeper
+from services.scheduler.ledger import Lease, Ledger, Timing
+from services.scheduler.metrics import Metrics
+from services.scheduler.policy.pick import Rules
+from services.scheduler.registry import Registry
+from services.scheduler.settings import SchedulerSettings
+from services.scheduler.store import Store
+from services.scheduler.waiting import Waiting
+
+LOG = log.get(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one scheduler behaves. Times in seconds."""
+
+    scheduler_id: str
+    max_queued: int = 4096
+    max_waiting_per_worker: int = 2
+    no_worker_seconds: float = 5.0
+    liveness_seconds: float = 3.0
+    poll_seconds: float = 1.0
+    tell_seconds: float = 1.0
+    default_deadline_seconds: float = 600.0
+    peer_delay_seconds: float = 0.005
+    """After another scheduler's event: it acts first, so that commits seldom race."""
+    timing: Timing = field(default_factory=Timing)
+    rules: Rules = field(default_factory=Rules)
+
+    @classmethod
+    def of(cls, settings: SchedulerSettings) -> "Options":
+        """As the operator has set them."""
+        return cls(
+            scheduler_id=settings.scheduler_id,
+            max_queued=settings.max_queued,
+            max_waiting_per_worker=settings.max_waiting_per_worker,
+            no_worker_seconds=settings.no_worker_seconds,
+            liveness_seconds=settings.liveness_seconds,
+            poll_seconds=settings.poll_seconds,
+            default_deadline_seconds=settings.default_deadline_seconds,
+            timing=Timing(settings.stream_gone_seconds, settings.start_seconds, settings.lease_seconds),
+            rules=Rules(settings.output_estimate_tokens),
+        )
+
+
+class Scheduler:
+    """Start it, serve it, stop it. The store is the caller's to open and close."""
+
+    def __init__(self, store: Store, options: Options) -> None:
+        self.options = options
+        self.store = store
+        self.metrics = Metrics()
+        self.metrics.redis_failures.set_function(lambda: store.num_failures)
+        self.registry = Registry(liveness_seconds=options.liveness_seconds, max_waiting=options.max_waiting_per_worker)
+        self.waiting = Waiting()
+        self.ledger = Ledger(store, options.scheduler_id, max_queued=options.max_queued, timing=options.timing)
+        self.keeper = Keeper(
+            self.ledger, self.registry, self.waiting, self.metrics,
+            poll_seconds=options.poll_seconds, no_worker_seconds=options.no_worker_seconds,
+        )  # fmt: skip
+        self.dispatcher = Dispatcher(
+            self.ledger, self.registry, options.rules, self.metrics, poll_seconds=options.poll_seconds, delivered=self.placed
+        )
+        self.stopping = False
+        self._holders = itertools.count(1)
+        self._loops: list[asyncio.Task[None]] = []
+        self._errands: set[asyncio.Task[Any]] = set()
+
+    def start(self) -> None:
+        """Starts the loops."""
+        loops = [self.dispatcher.run(), self.keeper.run(), self.keeper.tell_positions(), self._listen()]
+        self._loops = [asyncio.create_task(loop) for loop in loops]
+        for task in self._loops:
+            task.add_done_callback(_report_death)
+
+    async def stop(self) -> None:
+        """Sends the waiting streams to other schedulers, where they keep their places, and ends the loops."""
+        self.stopping = True
+        # Without a time to come back: the caller is to ask another scheduler at once.
+        self.waiting.settle_all(StatusError(Code.UNAVAILABLE, "this scheduler is stopping: ask another", reason="STOPPING"))
+        for task in self._loops:
+            task.cancel()
+        await asyncio.gather(*self._loops, *self._errands, return_exceptions=True)
+
+    def new_holder(self) -> str:
+        """A name for a Place stream, unique in the mesh."""
+        return f"{self.options.scheduler_id}/{next(self._holders)}"
+
+    def placed(self, lease: Lease, line: str) -> None:
+        """A lease was committed, here or elsewhere."""
+        self.keeper.left(line)
+        self.waiting.deliver(lease)
+
+    def errand(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Does something that must survive the call which asked for it. Redis being away is no error: sweeps see to the rest."""
+
+        async def run() -> None:
+            try:
+                await work
+            except StatusError:
+                LOG.debug("errand_failed")
+
+        task = asyncio.create_task(run())
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    def not_ready_reason(self) -> str | None:
+        """For /ready."""
+        if self.stopping:
+            return "stopping"
+        return "Redis is away" if self.store.circuit.is_open else None
+
+    async def _listen(self) -> None:
+        async for event in self.store.events():
+            if event.get("from") == self.options.scheduler_id:
+                continue
+            if event["event"] == "placed":
+                self.placed(Lease.parse(event["lease"]), event["line"])
+            else:
+                asyncio.get_running_loop().call_later(self.options.peer_delay_seconds, self.dispatcher.wake)
+
+
+def _report_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        LOG.error("loop_died", exc_info=error)

@@ -1,0 +1,42 @@
+"""What an operator may set about a scheduler."""
+
+import os
+import re
+import socket
+
+from pydantic import Field, field_validator
+
+from services.common.settings import ServiceSettings
+
+
+def _default_id() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+class SchedulerSettings(ServiceSettings):
+    """FOREBAY_* of a scheduler. Times are seconds."""
+
+    listen_address: str = Field("127.0.0.1:50052", description="host:port of SchedulerService and AdminService")
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="redis://, rediss:// or unix:// URL of Redis 7.2 or Valkey 8, or later")
+    scheduler_id: str = Field(
+        default_factory=lambda: f"scheduler-{socket.gethostname()}", description="name of this scheduler, unique in the mesh"
+    )
+    redis_timeout_seconds: float = Field(0.5, gt=0, le=5, description="longest wait for one answer of Redis")
+    redis_wait_seconds: float = Field(10, ge=0, description="how long to wait for Redis at the start")
+    max_queued: int = Field(4096, ge=1, description="tickets waiting in one (model, class) before new ones are refused")
+    max_waiting_per_worker: int = Field(2, ge=0, description="sequences that a worker may hold over its batch, waiting")
+    output_estimate_tokens: int = Field(256, ge=1, description="most output tokens per choice to reserve cache for at placement")
+    no_worker_seconds: float = Field(5, ge=0, description="how long a ticket waits while no worker serves its model")
+    liveness_seconds: float = Field(3, gt=0, description="a worker whose last heartbeat is older takes no new work")
+    lease_seconds: float = Field(10, gt=0, description="a lease that no heartbeat has listed for so long has expired")
+    start_seconds: float = Field(3.5, gt=0, description="a lease must be listed within so long: 2 s to start and a heartbeat's slack")
+    stream_gone_seconds: float = Field(5, gt=0, description="a queued ticket without a Place stream for so long is dropped")
+    default_deadline_seconds: float = Field(600, gt=0, description="for tickets that come without a deadline")
+    poll_seconds: float = Field(1, gt=0, description="how often to look without having been woken, and to keep house")
+
+    @field_validator("listen_address", "internal_address")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):\d{1,5}", value):
+            raise ValueError(f"{value!r} is not host:port, such as 127.0.0.1:50052")
+        return value

@@ -1,0 +1,192 @@
+"""The only module that speaks to Redis: connections, scripts, events. Trouble becomes UNAVAILABLE within a second.
+
+It knows nothing of tickets; ledger.py gives each script its Python face.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha1
+from importlib import resources
+from typing import Any
+
+from redis.asyncio import Connection, ConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError
+
+from services.common import errors, log
+from services.scheduler import keys
+from services.scheduler.circuit import Circuit
+
+LOG = log.get(__name__)
+MAX_CONNECTIONS = 16
+"""More exchanges than this wait for each other; Redis runs one script at a time anyway."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One script with its KEYS and ARGV."""
+
+    script: str
+    keys: Sequence[str] = ()
+    args: Sequence[str | int | float] = ()
+
+
+class SchemaError(Exception):
+    """Redis holds data of a layout that this scheduler doesn't know."""
+
+
+def load_scripts() -> dict[str, str]:
+    """Name -> text of every script, with the key table and common.lua in front."""
+    folder = resources.files("services.scheduler") / "lua"
+    texts = {file.name.removesuffix(".lua"): file.read_text() for file in folder.iterdir() if file.name.endswith(".lua")}
+    prelude = keys.LUA_TABLE + texts.pop("common")
+    return {name: prelude + text for name, text in texts.items()}
+
+
+class Store:
+    """A few connections to one Redis. ValueError for a URL that is none."""
+
+    def __init__(self, url: str, *, timeout_seconds: float = 0.5, circuit: Circuit | None = None) -> None:
+        self._timeout_seconds = timeout_seconds
+        # No retries inside the client: they would outlast the second that callers have.
+        options: dict[str, Any] = {"decode_responses": True, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
+        options |= {"socket_connect_timeout": timeout_seconds}
+        self._factory = ConnectionPool.from_url(url, **options)
+        self._subscriber = ConnectionPool.from_url(url, health_check_interval=5, **options)
+        self._limit = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._idle: list[Connection] = []
+        self.num_in_use = 0
+        self.circuit = circuit or Circuit()
+        self.num_failures = 0
+        self._scripts = load_scripts()
+        self._hashes = {name: sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in self._scripts.items()}
+
+    async def open(self, wait_seconds: float = 0) -> None:
+        """Waits for Redis and checks the schema. SchemaError; StatusError UNAVAILABLE if Redis isn't there in time."""
+        give_up = time.monotonic() + wait_seconds
+        while True:
+            try:
+                return await self.check_schema()
+            except errors.StatusError:
+                if time.monotonic() >= give_up:
+                    raise
+            await asyncio.sleep(0.1)
+
+    async def check_schema(self) -> None:
+        """Writes the schema's version into an empty Redis; SchemaError if another one is there."""
+        _, found = await self.commands(["SET", keys.SCHEMA, keys.SCHEMA_VERSION, "NX"], ["GET", keys.SCHEMA])
+        if found != keys.SCHEMA_VERSION:
+            raise SchemaError(
+                f"Redis holds Forebay data of schema {found}; this scheduler knows schema {keys.SCHEMA_VERSION}: "
+                f"use its own version of Forebay, or another database number in FOREBAY_REDIS_URL"
+            )
+
+    async def close(self) -> None:
+        """Closes every idle connection."""
+        await self._close_idle()
+        await self._subscriber.disconnect()
+
+    async def _close_idle(self) -> None:
+        while self._idle:
+            with suppress(RedisError, OSError):
+                await self._idle.pop().disconnect(nowait=True)
+
+    async def run(self, call: Call) -> Any:
+        """What one script returns."""
+        (reply,) = await self.run_many([call])
+        return reply
+
+    async def run_many(self, calls: Sequence[Call]) -> list[Any]:
+        """What several scripts return, sent together. They are not one transaction."""
+        commands = [["EVALSHA", self._hashes[c.script], len(c.keys), *c.keys, *c.args] for c in calls]
+        replies = await self._attempt(commands)
+        unknown = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if unknown:  # A new or flushed Redis.
+            await self.commands(*(["SCRIPT", "LOAD", text] for text in self._scripts.values()))
+            for i, reply in zip(unknown, await self._attempt([commands[i] for i in unknown]), strict=True):
+                replies[i] = reply
+        return self._checked(replies)
+
+    async def commands(self, *commands: Sequence[str | int | float]) -> list[Any]:
+        """What plain commands return, sent together."""
+        return self._checked(await self._attempt(commands))
+
+    def _checked(self, replies: list[Any]) -> list[Any]:
+        for reply in replies:
+            if isinstance(reply, RedisError):  # Loading, read-only, out of memory, or a script that is wrong.
+                raise self._trouble(reply)
+        self.circuit.succeeded()
+        return replies
+
+    async def _attempt(self, commands: Sequence[Sequence[str | int | float]]) -> list[Any]:
+        async with self._limit:
+            if not self.circuit.admits(time.monotonic()):
+                raise _away()
+            try:
+                async with asyncio.timeout(self._timeout_seconds):
+                    try:
+                        return await self._exchange(commands)
+                    except (RedisConnectionError, OSError):
+                        # Idle connections don't survive a restart of Redis. Every script may run twice.
+                        await self._close_idle()
+                        return await self._exchange(commands)
+            except (RedisError, OSError, TimeoutError) as error:
+                raise self._trouble(error) from error
+
+    async def _exchange(self, commands: Sequence[Sequence[str | int | float]]) -> list[Any]:
+        connection: Any = self._idle.pop() if self._idle else self._factory.make_connection()  # type: ignore[no-untyped-call]
+        self.num_in_use += 1
+        try:
+            await connection.connect()
+            await connection.send_packed_command(connection.pack_commands(commands))
+            replies = [await _read(connection) for _ in commands]
+        except BaseException:
+            # Cancelled too: an unread reply would be taken for the answer to the next caller's question.
+            with suppress(RedisError, OSError):
+                await connection.disconnect(nowait=True)
+            raise
+        finally:
+            self.num_in_use -= 1
+        self._idle.append(connection)
+        return replies
+
+    def _trouble(self, error: Exception) -> errors.StatusError:
+        if not self.circuit.is_open:
+            LOG.warning("redis_trouble", error=str(error) or type(error).__name__)
+        self.num_failures += 1
+        self.circuit.failed(time.monotonic())
+        return _away()
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """What other schedulers publish, for ever; {'event': 'subscribed'} after every (re)connection, as events may have been missed."""
+        while True:
+            async with Redis(connection_pool=self._subscriber).pubsub(ignore_subscribe_messages=True) as subscription:
+                try:
+                    await subscription.subscribe(keys.EVENTS)
+                    yield {"event": "subscribed"}
+                    while True:
+                        message = await subscription.get_message(timeout=5)
+                        if message is not None:
+                            yield json.loads(message["data"])
+                except (RedisError, OSError, TimeoutError):
+                    LOG.debug("events_lost")
+            await asyncio.sleep(self.circuit.open_seconds)
+
+
+def _away() -> errors.StatusError:
+    return errors.unavailable("the queue's store is away: try again soon", 1.0, "STORE_UNAVAILABLE")
+
+
+async def _read(connection: Any) -> Any:
+    try:
+        return await connection.read_response()
+    except RedisConnectionError:
+        raise
+    except RedisError as error:
+        return error
