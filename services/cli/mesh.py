@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from services.common import rpc
 
 _READY_SECONDS = 30.0
 _DRAIN_SECONDS = 10
+
+Start = Coroutine[object, object, Mapping[str, object]]
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class Mesh:
         redis_url = await self._start_valkey()
         identity = self._make_keys()
         scheduler = await self._start("scheduler", {"FOREBAY_LISTEN_ADDRESS": "127.0.0.1:0", "FOREBAY_REDIS_URL": redis_url})
-        await self._start_workers(str(scheduler["address"]))
-        gateway = await self._start_gateway(str(scheduler["address"]), identity)
+        address = str(scheduler["address"])
+        # Side by side, for both read model files; the gateway comes last, so that it is the first to stop.
+        *_, gateway = await _all([*self._worker_starts(address), self._start_gateway(address, identity)])
         grpc_address, http_address = _reachable(str(gateway["grpc_address"])), _reachable(str(gateway["http_address"]))
         await self._wait_for_models(grpc_address, identity.token)
         names = tuple(model.name for model in self._plan.models)
@@ -89,12 +92,12 @@ class Mesh:
         self._listener(Event("keys", "listening", {"renewed": identity.renewed}))
         return identity
 
-    async def _start_workers(self, scheduler_address: str) -> None:
+    def _worker_starts(self, scheduler_address: str) -> list[Start]:
         plan = self._plan
         placed = [model for model in plan.models for _ in range(plan.workers)]
         # Workers that share the cores would slow each other by more threads than cores.
         threads = max(1, len(os.sched_getaffinity(0)) // len(placed))
-        starts = []
+        starts: list[Start] = []
         for number, model in enumerate(placed, start=1):
             environment = {
                 "FOREBAY_LISTEN_ADDRESS": "127.0.0.1:0",
@@ -106,7 +109,7 @@ class Mesh:
             if plan.kv_memory is not None:
                 environment["FOREBAY_KV_MEMORY"] = plan.kv_memory
             starts.append(self._start("worker", environment, name=f"worker-{number}"))
-        await _all(starts)
+        return starts
 
     async def _start_gateway(self, scheduler_address: str, identity: keys.Identity) -> Mapping[str, object]:
         plan = self._plan
@@ -163,11 +166,19 @@ class Mesh:
         self._listener(Event("models", "listening"))
 
 
-async def _all(starts: Iterable[Awaitable[Mapping[str, object]]]) -> None:
-    """Runs starts side by side. The first failure wins; the rest are awaited so that `stop` finds every child."""
-    for result in await asyncio.gather(*starts, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
+async def _all(starts: Iterable[Start]) -> list[Mapping[str, object]]:
+    """Runs starts side by side, begun in order. The first failure ends the wait; `stop` finds every child that was begun."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()  # does nothing to those that are done
+    # What was cancelled because of another's failure must not hide it.
+    for failure in [task.exception() for task in tasks if task.done()]:
+        if failure is not None:
+            raise failure
+    return [task.result() for task in tasks]
 
 
 def _check_free(host: str, port: int, flag: str) -> None:
