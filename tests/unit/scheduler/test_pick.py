@@ -136,5 +136,7 @@ def test_what_no_worker_could_hold_is_refused_with_its_numbers(ticket: Ticket, f
 
 
 def test_what_one_worker_could_hold_when_empty_is_not_impossible() -> None:
-    assert impossible(_ticket(prompt=1000, max_tokens=24), [_worker(used_blocks=64), _worker(model=replace(MODEL, max_model_len=100))]) is None
+    assert (
+        impossible(_ticket(prompt=1000, max_tokens=24), [_worker(used_blocks=64), _worker(model=replace(MODEL, max_model_len=100))]) is None
+    )
     assert impossible(_ticket(prompt=5000, version="v2"), [_worker()]) is None, "nobody serves it: another matter"
