@@ -1,0 +1,92 @@
+"""`python -m services.gateway`: both faces on one event loop, until SIGTERM."""
+
+import asyncio
+import functools
+import sys
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from services.common import log, process, rpc
+from services.common.process import HttpServer, InternalHttp, announce
+from services.common.settings import SettingsError, read
+from services.gateway.auth import Authenticator
+from services.gateway.fleet import FleetWatch
+from services.gateway.gateway import Gateway
+from services.gateway.http.app import create_app
+from services.gateway.mesh import Mesh
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.models import Catalogue
+from services.gateway.server import SERVICE_NAMES, make_server
+from services.gateway.settings import GatewaySettings
+
+
+async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
+    """A gateway's life: listen, serve, and on `stop` take nothing new, let open streams end, close."""
+    registry = CollectorRegistry()
+    gateway = build(settings, registry)
+    await gateway.fleet.look()
+    watch = asyncio.create_task(gateway.fleet.run(), name="watch the fleet")
+    grpc_server, health = make_server(gateway)
+    http_server = HttpServer(create_app(gateway), settings.http_address, drain_seconds=round(settings.drain_seconds))
+    internal = InternalHttp(settings.internal_address, registry, gateway.why_not_ready)
+    grpc_port = rpc.bind(grpc_server, settings.grpc_address)
+    http_port, internal_port = await http_server.start(), await internal.start()
+    await grpc_server.start()
+    announce(
+        "listening",
+        service="gateway",
+        grpc_address=_with_port(settings.grpc_address, grpc_port),
+        http_address=_with_port(settings.http_address, http_port),
+        internal_address=_with_port(settings.internal_address, internal_port),
+    )
+    await stop.wait()
+    gateway.draining = True
+    await rpc.set_health(health, serving=False, service_names=SERVICE_NAMES)
+    await asyncio.gather(grpc_server.stop(settings.drain_seconds), http_server.stop())
+    watch.cancel()
+    await gateway.mesh.close()
+    await internal.stop()
+
+
+def build(settings: GatewaySettings, registry: CollectorRegistry) -> Gateway:
+    """The gateway's parts, from its settings."""
+    catalogue = Catalogue.from_entries(settings.models)
+    mesh = Mesh(settings.scheduler_addresses)
+    return Gateway(
+        authenticator=_authenticator(settings),
+        catalogue=catalogue,
+        mesh=mesh,
+        fleet=FleetWatch(mesh, catalogue),
+        metrics=GatewayMetrics(registry),
+        max_tokens_cap=settings.max_tokens_cap,
+    )
+
+
+def _authenticator(settings: GatewaySettings) -> Authenticator:
+    trust = {"issuer": settings.jwt_issuer, "audience": settings.jwt_audience}
+    if bool(settings.jwks_file) == bool(settings.jwks_url):
+        raise SettingsError("set either FOREBAY_JWKS_FILE or FOREBAY_JWKS_URL: it says whose tokens are trusted")
+    if settings.jwks_file:
+        return Authenticator.from_file(Path(settings.jwks_file), **trust)
+    return Authenticator.from_url(settings.jwks_url, **trust)
+
+
+def _with_port(address: str, port: int) -> str:
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def main() -> int:
+    """0 after a stop by signal; 1, and one line on stderr, for a setting or address that can't be used."""
+    try:
+        settings = read(GatewaySettings)
+        log.setup("gateway", settings.log_level)
+        process.run(functools.partial(serve, settings))
+    except (SettingsError, OSError, ValueError) as error:  # ValueError: what a model's files are blamed for
+        print(f"forebay gateway: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

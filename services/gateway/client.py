@@ -1,0 +1,397 @@
+"""One generation's way through the mesh: Place on a scheduler, Generate on the worker it names, Finish.
+
+Owns retries, failover without lost or doubled tokens, and the end of the lease. Knows tokens, not text.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import random
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
+from services.common import log
+from services.common.errors import Code, StatusError, from_rpc, unavailable
+from services.gateway.mesh import Mesh, Scheduler
+from services.gateway.request import Generation
+
+_log = log.get(__name__)
+
+_DYING = ("ENGINE_FAILED", "ENGINE_HANGS")  # reasons of a worker that is about to go
+_CACHE_SALT_TAG = b"forebay prefix cache salt v1"
+
+
+class _WorkerLost(Exception):
+    """This attempt is over, the request isn't. `unreachable`: others should avoid the worker too."""
+
+    def __init__(self, why: str, *, unreachable: bool) -> None:
+        super().__init__(why)
+        self.unreachable = unreachable
+
+
+@dataclass
+class ChoiceProgress:
+    """What the client has of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
+
+
+MeshEvent = worker_pb2.Accepted | worker_pb2.TokenDelta
+"""Accepted first and once, then deltas without gaps or repeats, whatever happened to workers meanwhile."""
+
+
+class MeshCall:
+    """One generation in flight. Leaving its context ends the worker's call and the lease, however it is left."""
+
+    def __init__(self, mesh: Mesh, generation: Generation) -> None:
+        self.choices = [ChoiceProgress() for _ in range(generation.sampling.n)]
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.first_token_seconds = 0.0
+        mesh.budget.earn()
+        self._mesh = mesh
+        self._generation = generation
+        self._start = mesh.clock()
+        self._deadline = self._start + generation.deadline_seconds
+        self._epoch = 0
+        self._accepted = False  # by any worker
+        self._running = False  # accepted by the present one
+        self._cut = False  # whether the gateway ended a choice: then what the worker still computes is of no use
+        self._num_prompt_logprobs = 0  # passed on
+        self._num_prompt_logprobs_seen = 0  # from the present worker
+        self._open: grpc.aio.UnaryStreamCall[Any, Any] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._open is not None:
+            self._open.cancel()
+        if self._epoch:
+            self._mesh.finish(self._finish_request(error))
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finished for choice in self.choices)
+
+    def usage(self) -> types_pb2.Usage:
+        """What was delivered so far."""
+        return types_pb2.Usage(
+            prompt_tokens=len(self._generation.prompt_token_ids),
+            completion_tokens=sum(len(choice.token_ids) for choice in self.choices),
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+        )
+
+    def end_choice(self, index: int, num_tokens: int, reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_STOP) -> None:
+        """The gateway ends a choice behind its first `num_tokens` tokens; later ones are neither passed on nor counted."""
+        choice = self.choices[index]
+        del choice.token_ids[num_tokens:]
+        choice.finish_reason = reason
+        self._cut = True
+
+    async def events(self) -> AsyncGenerator[MeshEvent]:
+        """Runs the request until every choice has ended.
+
+        Raises StatusError: DEADLINE_EXCEEDED, UNAVAILABLE (no worker, or too many were lost), or the worker's own refusal.
+        """
+        refusals = 0
+        for attempt in range(1, self._mesh.limits.max_attempts + 1):
+            lease = await self._place()
+            try:
+                async with aclosing(self._attempt(lease)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except _WorkerLost as lost:
+                _log.info("worker_lost", request_id=lease.request_id, worker=lease.worker_id, epoch=lease.epoch, why=str(lost))
+                if self.finished:
+                    return
+                if attempt == self._mesh.limits.max_attempts or not self._mesh.budget.spend():
+                    raise unavailable(f"the request lost its worker {attempt} times ({lost}): try again", reason="WORKER_LOST") from lost
+                self._mesh.num_replacements += 1
+                if lost.unreachable:
+                    self._mesh.exclude(lease.worker_id)
+                else:
+                    await self._pause(refusals)
+                    refusals += 1
+
+    # -- where
+
+    async def _place(self) -> scheduler_pb2.Lease:
+        """A lease. Once a worker was lost, UNAVAILABLE is waited out for a while: another may be about to appear."""
+        patience = self._mesh.clock() + self._mesh.limits.replace_patience
+        attempt = 0
+        while True:
+            try:
+                lease = await self._place_once()
+                self._epoch = lease.epoch
+                return lease
+            except StatusError as error:
+                if error.code is not Code.UNAVAILABLE or not self._epoch or self._mesh.clock() >= patience:
+                    raise
+            await self._pause(attempt)
+            attempt += 1
+
+    async def _place_once(self) -> scheduler_pb2.Lease:
+        """Asks the schedulers in turn; only one that can't be reached makes way for the next."""
+        why = ""
+        for scheduler in self._mesh.in_turn():
+            try:
+                return await self._place_on(scheduler)
+            except TimeoutError:
+                why = f"{scheduler.address} is silent"
+            except grpc.aio.AioRpcError as failure:
+                error = from_rpc(failure)
+                if error.code is Code.DEADLINE_EXCEEDED:
+                    raise self._deadline_error("in the queue") from None
+                if not _is_connection_error(error):
+                    raise error from None
+                why = error.message
+            self._mesh.failed(scheduler)
+        raise unavailable(f"no scheduler answers ({why}): try again", reason="NO_SCHEDULER")
+
+    async def _place_on(self, scheduler: Scheduler) -> scheduler_pb2.Lease:
+        request = scheduler_pb2.PlaceRequest(
+            ticket=_ticket(self._generation),
+            excluded_workers=self._mesh.excluded(),
+            lost_epoch=self._epoch,
+            num_delivered_tokens=sum(len(choice.token_ids) for choice in self.choices),
+        )
+        # The ticket's bytes stay the same over calls; what is left of the deadline is the call's own.
+        call = scheduler.stub.Place(request, timeout=self._seconds_left("in the queue"))
+        try:
+            silence: float | None = self._mesh.limits.scheduler_answer
+            while True:
+                async with asyncio.timeout(silence):
+                    event = await call.read()
+                if not isinstance(event, scheduler_pb2.PlaceResponse):
+                    raise unavailable("the scheduler ended the placement without a word: try again", reason="NO_SCHEDULER")
+                if event.HasField("placed"):
+                    return event.placed
+                silence = None  # it knows the ticket; the connection's keepalive watches from here
+        finally:
+            call.cancel()
+
+    # -- run
+
+    async def _attempt(self, lease: scheduler_pb2.Lease) -> AsyncGenerator[MeshEvent]:
+        with self._mesh.worker(lease.address) as stub:
+            self._open = stub.Generate(self._worker_request(lease), timeout=self._seconds_left("before the first token"))
+            try:
+                while (message := await self._next(lease)) is not None:
+                    for event in self._news(message):
+                        yield event
+                    if message.HasField("completed") or (self.finished and self._cut):
+                        break
+                if not self.finished:
+                    raise _WorkerLost("the worker ended the stream early", unreachable=False)
+            finally:
+                self._open.cancel()
+
+    def _news(self, message: worker_pb2.WorkerServiceGenerateResponse) -> Iterator[MeshEvent]:
+        match message.WhichOneof("event"):
+            case "accepted":
+                self._running = True
+                if not self._accepted:
+                    self._accepted = True
+                    self.cached_tokens = message.accepted.num_cached_tokens
+                    yield message.accepted
+            case "deltas":
+                yield from self._fresh_deltas(message.deltas.deltas)
+            case "completed":
+                self.cached_tokens = max(self.cached_tokens, message.completed.usage.cached_tokens)
+                self.preemptions += message.completed.usage.preemptions
+
+    async def _next(self, lease: scheduler_pb2.Lease) -> worker_pb2.WorkerServiceGenerateResponse | None:
+        """The worker's next message, None at the end of its stream."""
+        assert self._open is not None
+        try:
+            async with asyncio.timeout(self._mesh.limits.worker_silence):
+                event = await self._open.read()
+        except TimeoutError:
+            self._seconds_left("while generating")
+            raise _WorkerLost(f"worker {lease.worker_id} is silent", unreachable=True) from None
+        except grpc.aio.AioRpcError as failure:
+            raise self._judge(from_rpc(failure), lease) from None
+        return event if isinstance(event, worker_pb2.WorkerServiceGenerateResponse) else None
+
+    def _judge(self, error: StatusError, lease: scheduler_pb2.Lease) -> Exception:
+        """Whether a worker's failure ends the request or only this attempt."""
+        match error.code:
+            case Code.DEADLINE_EXCEEDED:
+                return self._deadline_error("while generating")
+            case Code.UNAVAILABLE | Code.CANCELLED:
+                return _WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True)
+            case Code.INTERNAL if error.reason in _DYING:
+                return _WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True)
+            case Code.RESOURCE_EXHAUSTED if self._running:
+                return StatusError(Code.RESOURCE_EXHAUSTED, f"the answer was not read fast enough: {error.message}", reason="SLOW_READER")
+            case Code.RESOURCE_EXHAUSTED | Code.FAILED_PRECONDITION | Code.ABORTED | Code.NOT_FOUND:
+                return _WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=False)
+            case Code.INVALID_ARGUMENT:
+                return error
+        return _engine_error(error.message, error.reason)
+
+    def _fresh_deltas(self, deltas: Sequence[worker_pb2.TokenDelta]) -> Iterator[worker_pb2.TokenDelta]:
+        """The part of the news that the client hasn't got; remembers it as delivered."""
+        for delta in deltas:
+            choice = self.choices[delta.choice_index]
+            if choice.finished:
+                continue
+            self._drop_known(delta, choice)
+            if delta.finish_reason == types_pb2.FINISH_REASON_ERROR:
+                raise _engine_error(f"choice {delta.choice_index} ended with an error", "")
+            if delta.finish_reason == types_pb2.FINISH_REASON_DEADLINE:
+                raise self._deadline_error("while generating")
+            if delta.finish_reason == types_pb2.FINISH_REASON_CANCELLED:
+                raise _WorkerLost("the worker gave the request up", unreachable=False)
+            choice.token_ids.extend(delta.token_ids)
+            choice.finish_reason = delta.finish_reason
+            if delta.token_ids and not self.first_token_seconds:
+                self.first_token_seconds = self._mesh.clock() - self._start
+            if delta.token_ids or delta.prompt_logprobs or delta.finish_reason:
+                yield delta
+
+    def _drop_known(self, delta: worker_pb2.TokenDelta, choice: ChoiceProgress) -> None:
+        """Cuts what came before a failover off a delta."""
+        if delta.token_ids:
+            num_known = len(choice.token_ids) - delta.first_position
+            if num_known < 0:
+                raise _WorkerLost(f"the worker skipped {-num_known} tokens", unreachable=False)
+            if num_known > 0:
+                del delta.token_ids[:num_known]
+                del delta.logprobs[:num_known]
+                delta.first_position += num_known
+        if delta.prompt_logprobs:
+            # A new worker repeats the prompt's log-probabilities from the start.
+            start = self._num_prompt_logprobs_seen
+            self._num_prompt_logprobs_seen += len(delta.prompt_logprobs)
+            del delta.prompt_logprobs[: max(0, self._num_prompt_logprobs - start)]
+            self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._num_prompt_logprobs_seen)
+
+    # -- the rest
+
+    def _worker_request(self, lease: scheduler_pb2.Lease) -> worker_pb2.WorkerServiceGenerateRequest:
+        generation = self._generation
+        self._running = False
+        self._num_prompt_logprobs_seen = 0
+        return worker_pb2.WorkerServiceGenerateRequest(
+            request_id=generation.request_id,
+            epoch=lease.epoch,
+            incarnation=lease.incarnation,
+            org=generation.org,
+            model=generation.model.full_name,
+            model_version=generation.model.version,
+            latency_class=generation.latency_class,
+            cache_salt=cache_salt(generation.org),
+            prompt_token_ids=generation.prompt_token_ids,
+            sampling=_engine_sampling(generation),
+            delivered=[types_pb2.TokenIds(ids=choice.token_ids) for choice in self.choices] if self._accepted else [],
+            finished_choices=[index for index, choice in enumerate(self.choices) if choice.finished],
+        )
+
+    async def _pause(self, attempt: int) -> None:
+        seconds = min(1.0, self._mesh.limits.backoff * 2**attempt) * random.uniform(0.5, 1)  # noqa: S311  # jitter
+        await asyncio.sleep(min(seconds, self._seconds_left("in the queue")))
+
+    def _seconds_left(self, where: str) -> float:
+        seconds = self._deadline - self._mesh.clock()
+        if seconds <= 0:
+            raise self._deadline_error(where)
+        return seconds
+
+    def _deadline_error(self, where: str) -> StatusError:
+        seconds = self._generation.deadline_seconds
+        return StatusError(Code.DEADLINE_EXCEEDED, f"the deadline of {seconds:.3g} s passed {where}: allow more time or ask for less")
+
+    def _finish_request(self, error: BaseException | None) -> scheduler_pb2.FinishRequest:
+        code, reason = _outcome(error, self.choices[0].finish_reason)
+        return scheduler_pb2.FinishRequest(
+            request_id=self._generation.request_id,
+            epoch=self._epoch,
+            usage=self.usage(),
+            finish_reason=reason,
+            status_code=code,
+            ttft_seconds=self.first_token_seconds,
+            total_seconds=self._mesh.clock() - self._start,
+        )
+
+
+def cache_salt(org: str) -> bytes:
+    """Keys the prefix cache, 32 bytes: equal on every gateway, different for every org."""
+    return hmac.digest(_CACHE_SALT_TAG, org.encode(), hashlib.sha256)
+
+
+def _outcome(error: BaseException | None, reason: types_pb2.FinishReason.ValueType) -> tuple[int, types_pb2.FinishReason.ValueType]:
+    """gRPC status number and finish reason of a request that ended with `error`."""
+    if error is None:
+        return 0, reason
+    if isinstance(error, StatusError):
+        deadline = error.code is Code.DEADLINE_EXCEEDED
+        return error.code.value[0], types_pb2.FINISH_REASON_DEADLINE if deadline else types_pb2.FINISH_REASON_UNSPECIFIED
+    if isinstance(error, asyncio.CancelledError | GeneratorExit | ConnectionError | TimeoutError):
+        return Code.CANCELLED.value[0], types_pb2.FINISH_REASON_CANCELLED
+    return Code.INTERNAL.value[0], types_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def _is_connection_error(error: StatusError) -> bool:
+    """A scheduler's own UNAVAILABLE says when to come back; gRPC's doesn't."""
+    return error.code is Code.UNAVAILABLE and error.retry_after_seconds is None
+
+
+def _engine_error(what: str, reason: str) -> StatusError:
+    """The engine's words where they are about this request (every token banned, say); else ours."""
+    _log.error("engine_error", what=what, reason=reason)
+    message = what if reason == "SEQUENCE_FAILED" else "the engine failed on this request: try again, and report its id if it fails again"
+    return StatusError(Code.INTERNAL, message, reason="ENGINE_ERROR")
+
+
+def _ticket(generation: Generation) -> scheduler_pb2.Ticket:
+    return scheduler_pb2.Ticket(
+        request_id=generation.request_id,
+        org=generation.org,
+        latency_class=generation.latency_class,
+        model=generation.model.full_name,
+        model_version=generation.model.version,
+        num_prompt_tokens=len(generation.prompt_token_ids),
+        max_tokens=generation.sampling.max_tokens,
+        n=generation.sampling.n,
+        deadline_seconds=generation.deadline_seconds,
+    )
+
+
+def _engine_sampling(generation: Generation) -> types_pb2.SamplingParams:
+    """Every default filled in; stop strings stay here."""
+    sampling = generation.sampling
+    return types_pb2.SamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        n=sampling.n,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+    )

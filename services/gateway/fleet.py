@@ -1,0 +1,55 @@
+"""Keeps the catalogue true: asks a scheduler for the fleet each second. Knows no request."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from services.common import log
+from services.common.errors import StatusError
+from services.gateway.mesh import Mesh
+from services.gateway.models import Catalogue
+
+_log = log.get(__name__)
+
+STALE_SECONDS = 5.0
+
+
+class FleetWatch:
+    """The gateway's view of the fleet, at most a few seconds old while a scheduler answers."""
+
+    def __init__(
+        self, mesh: Mesh, catalogue: Catalogue, *, interval_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._mesh = mesh
+        self._catalogue = catalogue
+        self._interval = interval_seconds
+        self._clock = clock
+        self._seen_at: float | None = None
+        self._problem = "no scheduler has answered yet"
+
+    async def look(self) -> None:
+        """Asks once. A failure leaves the last view, and is the reason for not being ready once that is too old."""
+        try:
+            fleet = await self._mesh.fleet()
+        except StatusError as error:
+            if not self._problem:
+                _log.warning("fleet_unknown", why=error.message)
+            self._problem = error.message
+            return
+        self._problem = ""
+        self._seen_at = self._clock()
+        self._catalogue.update_fleet(fleet)
+
+    async def run(self) -> None:
+        """Asks for ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(self._interval)
+
+    def why_not_ready(self) -> str | None:
+        """None when a scheduler answers and some model can be used."""
+        if self._problem and (self._seen_at is None or self._clock() - self._seen_at > STALE_SECONDS):
+            return self._problem
+        if not any(model.ready for model in self._catalogue.list()):
+            return "no worker serves any of this gateway's models yet"
+        return None

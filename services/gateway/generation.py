@@ -1,0 +1,132 @@
+"""A generation as both faces see it: Started, then Deltas of safe text, then Finished.
+
+Turns the mesh's tokens into text, cuts at stop strings, names log-probabilities' tokens, and counts. Knows no face's format.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+
+from forebay.v1 import inference_pb2, types_pb2, worker_pb2
+from services.common import log
+from services.common.errors import Code, StatusError
+from services.gateway.client import MeshCall
+from services.gateway.mesh import Mesh
+from services.gateway.metrics import CLASS_NAMES, GatewayMetrics, Observation
+from services.gateway.request import Generation
+from services.gateway.text.stream import Piece, TextStream
+
+_log = log.get(__name__)
+
+Event = inference_pb2.Started | inference_pb2.Delta | inference_pb2.Finished
+
+
+class Generations:
+    """Runs generations of one face on the mesh, and measures them."""
+
+    def __init__(self, mesh: Mesh, metrics: GatewayMetrics, face: str) -> None:
+        self._mesh = mesh
+        self._metrics = metrics
+        self._face = face
+
+    async def run(self, generation: Generation) -> AsyncGenerator[Event]:
+        """One Started, any number of Delta, one Finished; or a StatusError. Close it (aclosing) to cancel the work.
+
+        Whatever goes wrong comes out as a StatusError: what is not the client's or the mesh's doing is our bug, logged and INTERNAL.
+        """
+        observation = Observation(self._metrics, self._face, generation.model.name, CLASS_NAMES[generation.latency_class], time.monotonic())
+        status = Code.CANCELLED
+        self._metrics.running.labels(self._face).inc()
+        try:
+            async with MeshCall(self._mesh, generation) as call, aclosing(_Run(generation, call).events()) as events:
+                async for event in events:
+                    if isinstance(event, inference_pb2.Delta):
+                        observation.delta(event)
+                    elif isinstance(event, inference_pb2.Finished):
+                        observation.usage = event.usage
+                        status = Code.OK
+                    yield event
+        except StatusError as error:
+            status = error.code
+            raise
+        except Exception as error:  # the last line before the client: it gets a typed end, we get the trace
+            status = Code.INTERNAL
+            _log.exception("generation_failed", request_id=generation.request_id)
+            raise StatusError(
+                Code.INTERNAL, "the gateway failed on this request: try again, and report its id if it fails again"
+            ) from error
+        finally:
+            self._metrics.running.labels(self._face).dec()
+            self._metrics.replacements.set(self._mesh.num_replacements)
+            observation.ended(status.name)
+
+
+class _Run:
+    """One generation's text."""
+
+    def __init__(self, generation: Generation, call: MeshCall) -> None:
+        self._generation = generation
+        self._call = call
+        self._tokenizer = generation.model.tokenizer
+        self._texts = [TextStream(self._tokenizer, generation.sampling.stop) for _ in range(generation.sampling.n)]
+
+    async def events(self) -> AsyncGenerator[Event]:
+        async with aclosing(self._call.events()) as events:
+            async for event in events:
+                if isinstance(event, worker_pb2.Accepted):
+                    yield self._started(event.fingerprint)
+                    for index in range(self._generation.sampling.n if self._generation.echo else 0):
+                        yield inference_pb2.Delta(choice_index=index, text=self._prompt_text())
+                else:
+                    for delta in self._deltas(event):
+                        yield delta
+        reasons = [choice.finish_reason for choice in self._call.choices]
+        yield inference_pb2.Finished(reasons=reasons, usage=self._call.usage())
+
+    def _started(self, fingerprint: str) -> inference_pb2.Started:
+        generation = self._generation
+        return inference_pb2.Started(
+            request_id=generation.request_id,
+            model=generation.model.full_name,
+            system_fingerprint=fingerprint or generation.model.fingerprint,
+            prompt_tokens=len(generation.prompt_token_ids),
+            latency_class=generation.latency_class,
+            seed=generation.sampling.seed,
+            label=generation.label,
+        )
+
+    def _prompt_text(self) -> str:
+        text = self._generation.prompt_text
+        return self._tokenizer.decode(self._generation.prompt_token_ids) if text is None else text
+
+    def _deltas(self, news: worker_pb2.TokenDelta) -> Iterator[inference_pb2.Delta]:
+        """The client's part of the worker's news."""
+        piece = self._piece(news)
+        if piece.stopped:
+            self._call.end_choice(news.choice_index, news.first_position + len(piece.token_ids))
+        if piece.text or piece.token_ids or news.prompt_logprobs:
+            yield inference_pb2.Delta(
+                choice_index=news.choice_index,
+                text=piece.text,
+                token_ids=piece.token_ids,
+                first_position=news.first_position,
+                logprobs=[self._named(entry) for entry in news.logprobs[: len(piece.token_ids)]],
+                prompt_logprobs=[self._named(entry) for entry in news.prompt_logprobs],
+            )
+
+    def _piece(self, news: worker_pb2.TokenDelta) -> Piece:
+        """The text of new tokens. The token that an engine stopped at is delivered and counted, but is no text."""
+        stream = self._texts[news.choice_index]
+        ids = list(news.token_ids)
+        end = ids[-1:] if news.finish_reason == types_pb2.FINISH_REASON_STOP else []
+        piece = stream.push(ids[: len(ids) - len(end)])
+        if piece.stopped or news.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED:
+            return piece
+        return Piece(piece.text + stream.finish(), [*piece.token_ids, *end])
+
+    def _named(self, entry: types_pb2.PositionLogprobs) -> types_pb2.PositionLogprobs:
+        """The entry with its tokens' texts and bytes."""
+        for token in (entry.chosen, *entry.top):
+            token.text_bytes = self._tokenizer.token_bytes(token.token_id)
+            token.text = self._tokenizer.token_text(token.token_id)
+        return entry

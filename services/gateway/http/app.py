@@ -1,0 +1,217 @@
+"""The OpenAI face's routes: authenticate, read, check, admit, and hand to the endpoint that renders."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from forebay.v1 import types_pb2
+from services.common.errors import Code, StatusError, invalid
+from services.gateway.auth import Caller
+from services.gateway.gateway import Gateway
+from services.gateway.generation import Generations
+from services.gateway.http import chat, completions, errors, fields, ids, openapi, sse
+from services.gateway.http.answer import class_name, collected, merged
+from services.gateway.http.body import read_json
+from services.gateway.models import ServedModel
+from services.gateway.request import Envelope, Generation, admit_chat, admit_completion, count_tokens, latency_class
+
+MAX_DEADLINE_SECONDS = 86_400.0
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    """The ASGI application."""
+    app = FastAPI(title="Forebay", version="1", description="OpenAI-compatible face of the mesh.", docs_url=None, redoc_url=None)
+    app.add_exception_handler(StatusError, _status_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _bug)
+    face = Face(gateway)
+    app.add_api_route("/v1/chat/completions", face.chat, methods=["POST"], **openapi.CHAT)
+    app.add_api_route("/v1/completions", face.completions, methods=["POST"], **openapi.COMPLETIONS)
+    app.add_api_route("/v1/models", face.models, methods=["GET"], **openapi.MODELS)
+    app.add_api_route("/v1/models/{name:path}", face.model, methods=["GET"], **openapi.MODEL)
+    app.add_api_route("/tokenize", face.tokenize, methods=["POST"], **openapi.TOKENIZE)
+    app.add_api_route("/health", face.health, methods=["GET"], **openapi.HEALTH)
+    app.add_api_route("/ready", face.ready, methods=["GET"], **openapi.READY)
+    app.add_middleware(ids.AnswerHeaders)
+    app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
+    return app
+
+
+class Face:
+    """The endpoints of one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._generations = Generations(gateway.mesh, gateway.metrics, "http")
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        caller = await self._authenticate(request)
+        body = await self._body(request, fields.CHAT)
+        streamed = fields.flag(body, "stream")
+        include_usage = fields.include_usage(body, streamed=streamed)
+        sampling, names = chat.sampling_fields(body)
+        envelope = self._envelope(request, body, caller, names=names)
+        generation = await admit_chat(envelope, body.get("messages"), sampling)
+        self._announce(request, [generation])
+        events = merged(self._generations.run, [generation])
+        if streamed:
+            return sse.EventStream(chat.chunks(events, generation, include_usage=include_usage))
+        answer = await sse.until_disconnect(request.receive, collected(events, [generation]))
+        return _json(chat.whole(generation, answer))
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        caller = await self._authenticate(request)
+        body = await self._body(request, fields.COMPLETIONS)
+        streamed, echo = fields.flag(body, "stream"), fields.flag(body, "echo")
+        include_usage = fields.include_usage(body, streamed=streamed)
+        envelope = self._envelope(request, body, caller, echo=echo)
+        generations = await admit_completion(envelope, body.get("prompt"), completions.sampling_fields(body, echo=echo))
+        self._announce(request, generations)
+        events = merged(self._generations.run, generations)
+        if streamed:
+            return sse.EventStream(completions.chunks(events, generations, include_usage=include_usage))
+        answer = await sse.until_disconnect(request.receive, collected(events, generations))
+        return _json(completions.whole(generations, answer))
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        await self._authenticate(request)
+        return _json({"object": "list", "data": [_model(model) for model in self._gateway.catalogue.list()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{name}."""
+        await self._authenticate(request)
+        return _json(_model(self._gateway.catalogue.resolve(request.path_params["name"])))
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        await self._authenticate(request)
+        body = await self._body(request, fields.TOKENIZE)
+        model = self._model(body)
+        text, messages = body.get("prompt"), body.get("messages")
+        if (text is None) == (messages is None):
+            raise invalid("prompt", "send either prompt or messages")
+        tokens = await count_tokens(model, text=text, messages=messages, names={"text": "prompt"})
+        return _json({"count": len(tokens), "max_model_len": model.max_model_len, "tokens": list(tokens)})
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: the process answers."""
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: it takes work; 503 says why not."""
+        reason = self._gateway.why_not_ready()
+        return _json({"status": "ready"}) if reason is None else _json({"status": "not ready", "reason": reason}, 503)
+
+    # -- what the endpoints share
+
+    async def _authenticate(self, request: Request) -> Caller:
+        given = request.headers.getlist("authorization")
+        if len(given) > 1:
+            raise StatusError(Code.UNAUTHENTICATED, f"authorization is given {len(given)} times: send one", reason="AMBIGUOUS_TOKEN")
+        return await self._gateway.authenticator.authenticate(given[0] if given else None)
+
+    async def _body(self, request: Request, known: fields.Fields) -> dict[str, Any]:
+        body = await read_json(request)
+        unknown = fields.check(body, known, request)
+        if unknown:
+            ids.of(request)["x-forebay-ignored"] = fields.named(unknown)
+        return body
+
+    def _model(self, body: Mapping[str, Any]) -> ServedModel:
+        name = body.get("model")
+        if name is not None and not isinstance(name, str):
+            raise invalid("model", "model must be a string: see /v1/models")
+        return self._gateway.catalogue.resolve(name or "")
+
+    def _envelope(
+        self, request: Request, body: Mapping[str, Any], caller: Caller, *, echo: bool = False, names: Mapping[str, str] | None = None
+    ) -> Envelope:
+        fields.user(body)
+        return Envelope(
+            caller=caller,
+            model=self._model(body),
+            latency_class=_class(request, body),
+            deadline_seconds=_deadline(request),
+            label=request.headers.get("x-request-id"),
+            echo=echo,
+            max_tokens_cap=self._gateway.max_tokens_cap,
+            names=names or {},
+        )
+
+    def _announce(self, request: Request, generations: list[Generation]) -> None:
+        headers = ids.of(request)
+        headers["x-forebay-request-id"] = ",".join(generation.request_id for generation in generations)
+        headers["x-forebay-class"] = class_name(generations[0])
+
+
+def _class(request: Request, body: Mapping[str, Any]) -> types_pb2.LatencyClass.ValueType:
+    """x-forebay-class, or service_tier. Where both say something, they must say the same."""
+    header, tier = request.headers.get("x-forebay-class"), body.get("service_tier")
+    by_header = types_pb2.LATENCY_CLASS_UNSPECIFIED if header is None else latency_class(header, "x-forebay-class")
+    by_tier = types_pb2.LATENCY_CLASS_UNSPECIFIED if tier in (None, "auto") else latency_class(tier, "service_tier")
+    if by_header and by_tier and by_header != by_tier:
+        raise invalid("service_tier", f"service_tier {tier!a} contradicts the header x-forebay-class {header!a}: send one of them")
+    return by_header or by_tier
+
+
+def _deadline(request: Request) -> float | None:
+    """x-forebay-deadline: seconds that the answer may take."""
+    header = request.headers.get("x-forebay-deadline")
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_DEADLINE_SECONDS:
+        raise invalid(
+            "x-forebay-deadline", f"x-forebay-deadline is {header[:32]!a}: send seconds, above 0 and at most {MAX_DEADLINE_SECONDS:g}"
+        )
+    return seconds
+
+
+def _model(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "forebay",
+        "max_model_len": model.max_model_len,
+        "aliases": list(model.aliases),
+        "version": model.version,
+        "level": model.level,
+        "ready": model.ready,
+    }
+
+
+def _json(value: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+async def _status_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, StatusError)
+    return errors.response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the router refuses: 404 and 405."""
+    assert isinstance(error, HTTPException)
+    message = {
+        404: f"there is nothing at {request.url.path[:128]!a}: see /openapi.json",
+        405: f"{request.method[:16]} is not for {request.url.path[:128]!a}",
+    }.get(error.status_code, str(error.detail))
+    reason = {404: "UNKNOWN_PATH", 405: "METHOD_NOT_ALLOWED"}.get(error.status_code, "REFUSED")
+    return errors.response(errors.HttpError(error.status_code, message, reason), dict(error.headers or {}))
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """Ours: the server logs the trace, the client gets a typed end."""
+    return errors.response(StatusError(Code.INTERNAL, "the gateway failed on this request: try again, and report it if it fails again"))

@@ -1,0 +1,90 @@
+"""POST /v1/chat/completions."""
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from forebay.v1 import inference_pb2, types_pb2
+from services.common.errors import invalid
+from services.gateway.http import sse
+from services.gateway.http.answer import REASONS, TIERS, Answer, Numbered, usage_object
+from services.gateway.http.fields import SAMPLING, flag
+from services.gateway.http.logprobs import chat_content
+from services.gateway.request import Generation
+
+
+def sampling_fields(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The validator's fields of a chat request, and what the client called those that have another name here."""
+    sampling = {name: body[name] for name in SAMPLING if name in body}
+    names: dict[str, str] = {}
+    limit = body.get("max_completion_tokens")
+    if limit is not None:
+        if body.get("max_tokens") is not None and body["max_tokens"] != limit:
+            raise invalid("max_tokens", "max_tokens and max_completion_tokens differ: send one of them")
+        sampling["max_tokens"] = limit
+        names["max_tokens"] = "max_completion_tokens"
+    wanted, top = flag(body, "logprobs"), body.get("top_logprobs")
+    if top is not None and not wanted:
+        raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
+    if wanted:
+        sampling["logprobs"] = 0 if top is None else top
+        names["logprobs"] = "top_logprobs"
+    return sampling, names
+
+
+def whole(generation: Generation, answer: Answer) -> dict[str, Any]:
+    """The chat.completion object."""
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": {"content": chat_content(choice.logprobs), "refusal": None} if generation.sampling.logprobs is not None else None,
+            "finish_reason": REASONS[choice.reason],
+        }
+        for index, choice in enumerate(answer.choices)
+    ]
+    return {
+        **_head(generation, "chat.completion", answer.started.system_fingerprint),
+        "choices": choices,
+        "usage": usage_object(answer.usage),
+    }
+
+
+async def chunks(events: AsyncGenerator[Numbered], generation: Generation, *, include_usage: bool) -> AsyncGenerator[bytes]:
+    """Role chunks, text chunks, one finish_reason per choice, usage if wanted, [DONE]."""
+    head: dict[str, Any] = {}
+    with_logprobs = generation.sampling.logprobs is not None
+
+    def chunk(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None) -> bytes:
+        return sse.event({**head, "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]})
+
+    async with aclosing(events):
+        async for _, event in events:
+            if isinstance(event, inference_pb2.Started):
+                head = _head(generation, "chat.completion.chunk", event.system_fingerprint)
+                if include_usage:
+                    head["usage"] = None
+                for index in range(generation.sampling.n):
+                    yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
+            elif isinstance(event, inference_pb2.Delta):
+                logprobs = {"content": chat_content(event.logprobs), "refusal": None} if with_logprobs else None
+                if event.text or (logprobs and event.logprobs):
+                    yield chunk(event.choice_index, {"content": event.text}, logprobs)
+            else:
+                for index, reason in enumerate(event.reasons):
+                    yield chunk(index, {}, reason=REASONS[reason])
+                if include_usage:
+                    yield sse.event({**head, "choices": [], "usage": usage_object(event.usage)})
+    yield sse.DONE
+
+
+def _head(generation: Generation, kind: str, fingerprint: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{generation.request_id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": generation.model.name,
+        "service_tier": TIERS.get(generation.latency_class, TIERS[types_pb2.LATENCY_CLASS_STANDARD]),
+        "system_fingerprint": fingerprint,
+    }

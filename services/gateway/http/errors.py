@@ -1,0 +1,67 @@
+"""Errors as OpenAI clients expect them: {"error": {message, type, param, code}} and the headers their retries obey."""
+
+import math
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from services.common.errors import Code, StatusError
+
+_STATUS = {
+    Code.INVALID_ARGUMENT: 400,
+    Code.FAILED_PRECONDITION: 400,
+    Code.OUT_OF_RANGE: 400,
+    Code.UNAUTHENTICATED: 401,
+    Code.PERMISSION_DENIED: 403,
+    Code.NOT_FOUND: 404,
+    Code.ALREADY_EXISTS: 409,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.CANCELLED: 499,
+    Code.UNIMPLEMENTED: 501,
+    Code.UNAVAILABLE: 503,
+    Code.DEADLINE_EXCEEDED: 504,
+}
+_TYPE = {
+    401: "authentication_error",
+    403: "permission_error",
+    405: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "cancelled",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class HttpError(StatusError):
+    """What has a place in HTTP alone: 405, 413, 415."""
+
+    def __init__(self, status: int, message: str, reason: str) -> None:
+        super().__init__(Code.INVALID_ARGUMENT, message, reason=reason)
+        self.status = status
+
+
+def status_of(error: StatusError) -> int:
+    """The HTTP status that says what the gRPC status says."""
+    return error.status if isinstance(error, HttpError) else _STATUS.get(error.code, 500)
+
+
+def body_of(error: StatusError) -> dict[str, Any]:
+    """The error object. `code` is the machine-readable reason in lower case."""
+    status = status_of(error)
+    kind = _TYPE.get(status, "invalid_request_error" if status < 500 else "server_error")
+    param = error.violations[0].field if error.violations else None
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": error.reason.lower()}}
+
+
+def response(error: StatusError, headers: dict[str, str] | None = None) -> Response:
+    """The whole answer."""
+    out = dict(headers or {})
+    status = status_of(error)
+    if status in (429, 503):
+        out["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds or 1)))
+    if status == 504:
+        out["x-should-retry"] = "false"  # the same deadline would pass again
+    if status == 401:
+        out["www-authenticate"] = 'Bearer realm="forebay"'
+    return Response(orjson.dumps(body_of(error)), status, out, "application/json")

@@ -1,0 +1,192 @@
+"""What /openapi.json says of each route. The bodies are parsed and refused by the endpoints themselves; this describes them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from services.gateway.validator import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_PROMPTS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    ROLES,
+)
+
+Schema = dict[str, Any]
+
+
+def _number(low: float, high: float, **more: Any) -> Schema:
+    return {"type": ["number", "null"], "minimum": low, "maximum": high, **more}
+
+
+def _whole(low: int, high: int | None = None, **more: Any) -> Schema:
+    return {"type": ["integer", "null"], "minimum": low, **({} if high is None else {"maximum": high}), **more}
+
+
+_FLAG: Schema = {"type": ["boolean", "null"]}
+_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_TOKEN: Schema = {"type": "integer", "minimum": 0}
+_SAMPLING: dict[str, Schema] = {
+    "max_tokens": _whole(0, description="Most tokens per choice; 0 only with echo. Default: the room left in the context."),
+    "min_tokens": _whole(0),
+    "temperature": _number(0, 100, description="0: greedy. Default 1."),
+    "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
+    "top_k": _whole(-1, description="0 or -1: off."),
+    "min_p": _number(0, 1),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "repetition_penalty": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 100},
+    "logit_bias": {
+        "type": ["object", "null"],
+        "maxProperties": MAX_LOGIT_BIASES,
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+    "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]},
+    "stop_token_ids": {"type": ["array", "null"], "items": _TOKEN, "maxItems": MAX_STOP_TOKENS},
+    "ignore_eos": _FLAG,
+    "seed": {"type": ["integer", "null"]},
+    "n": _whole(1, MAX_CHOICES),
+}
+_COMMON: dict[str, Schema] = {
+    "model": {"type": ["string", "null"], "description": "A name or alias from /v1/models. May be left out where there is one model."},
+    "stream": _FLAG,
+    "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
+    "user": {"type": ["string", "null"], "maxLength": 128},
+    "service_tier": {"enum": ["auto", "default", "priority", "flex", None], "description": "priority: realtime; flex: batch."},
+    "strict": {**_FLAG, "description": "Refuse unknown fields instead of naming them in x-forebay-ignored."},
+}
+_MESSAGES: Schema = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {"role": {"enum": list(ROLES)}, "content": {}, "name": {"type": "string"}},
+    },
+}
+_PROMPT: Schema = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        {"type": "array", "items": _TOKEN, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": _TOKEN, "minItems": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+_ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ANSWERS = {
+    400: "The request can't be honoured; `param` names the field.",
+    401: "No valid token.",
+    404: "No such model.",
+    413: "Larger than 8 MiB.",
+    415: "Not JSON.",
+    429: "Over the quota; see retry-after.",
+    500: "Our fault.",
+    503: "No worker has room; see retry-after.",
+    504: "The deadline passed.",
+}
+
+
+def _responses(*codes: int, streams: bool = False) -> Mapping[int | str, Any]:
+    content: Schema = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    failures = {code: {"description": _ANSWERS[code], "content": {"application/json": {"schema": _ERROR}}} for code in codes}
+    return {200: {"description": "The answer.", "content": content}, **failures}
+
+
+def _header(name: str, schema: Schema) -> Schema:
+    return {"name": name, "in": "header", "required": False, "schema": schema}
+
+
+_ID = _header("x-request-id", {"type": "string", "maxLength": 128})
+_HEADERS = [
+    _ID,
+    _header("x-forebay-class", {"enum": ["realtime", "standard", "batch"]}),
+    _header("x-forebay-deadline", {"type": "number", "exclusiveMinimum": 0, "maximum": 86400}),
+]
+
+
+def _post(summary: str, properties: Mapping[str, Schema], required: list[str], headers: list[Schema], *, streams: bool) -> dict[str, Any]:
+    schema = {"type": "object", "required": required, "properties": properties}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    codes = (400, 401, 404, 413, 415, 429, 500, 503, 504) if streams else (400, 401, 404, 413, 415, 500)
+    return {
+        "summary": summary,
+        "responses": _responses(*codes, streams=streams),
+        "openapi_extra": {"requestBody": body, "parameters": headers, "security": [{"bearer": []}]},
+        "response_model": None,
+    }
+
+
+def _get(summary: str, *codes: int, secured: bool = True) -> dict[str, Any]:
+    extra: dict[str, Any] = {"parameters": [_ID]}
+    if secured:
+        extra["security"] = [{"bearer": []}]
+    return {"summary": summary, "responses": _responses(400, *codes), "openapi_extra": extra, "response_model": None}
+
+
+CHAT = _post(
+    "Answer a conversation",
+    {
+        **_COMMON,
+        "messages": _MESSAGES,
+        **_SAMPLING,
+        "max_completion_tokens": _whole(1),
+        "logprobs": _FLAG,
+        "top_logprobs": _whole(0, MAX_LOGPROBS),
+    },
+    ["messages"],
+    _HEADERS,
+    streams=True,
+)
+COMPLETIONS = _post(
+    "Continue a prompt",
+    {**_COMMON, "prompt": _PROMPT, **_SAMPLING, "echo": _FLAG, "best_of": _whole(1, MAX_CHOICES), "logprobs": _whole(0, MAX_LOGPROBS)},
+    ["prompt"],
+    _HEADERS,
+    streams=True,
+)
+TOKENIZE = _post(
+    "Count and return tokens",
+    {"model": _COMMON["model"], "prompt": {"type": "string"}, "messages": _MESSAGES, "strict": _FLAG},
+    [],
+    [_ID],
+    streams=False,
+)
+MODELS = _get("List models", 401)
+MODEL = _get("Describe a model", 401, 404)
+MODEL["openapi_extra"] = {
+    **MODEL["openapi_extra"],
+    "parameters": [_ID, {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+}
+HEALTH = _get("The process answers", secured=False)
+READY = _get("It takes work; 503 says why not", 503, secured=False)
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, made once."""
+    if app.openapi_schema is None:
+        made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        made.setdefault("components", {})["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer", "bearerFormat": "JWT"}}
+        app.openapi_schema = made
+    return app.openapi_schema

@@ -1,0 +1,182 @@
+"""Channels to the schedulers and workers of the mesh, and what this gateway learned about them. Knows no request's course."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from forebay.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, worker_pb2_grpc
+from services.common import log, rpc
+from services.common.errors import StatusError, from_rpc, unavailable
+
+_log = log.get(__name__)
+
+
+@dataclass(frozen=True)
+class MeshLimits:
+    """How patient a gateway is. Seconds, unless said."""
+
+    worker_silence: float = 3.0  # a worker pings each second (DESIGN 8.5)
+    scheduler_answer: float = 3.0  # until Place says its first word
+    replace_patience: float = 10.0  # a request that lost its worker waits this long for another to appear
+    exclusion: float = 5.0  # a worker that could not be reached is avoided
+    max_attempts: int = 6  # placements of one request
+    retry_capacity: float = 100.0  # re-placements that may happen at once, over all requests
+    retry_ratio: float = 0.2  # and per request beyond that: attempts <= 1.2 x offered (F24)
+    finish_attempts: int = 6
+    backoff: float = 0.05  # first pause after a refusal, doubled each time, at most 1 s
+
+
+class RetryBudget:
+    """Bounds re-placements over all requests, so that a failing fleet isn't also hammered."""
+
+    def __init__(self, capacity: float, ratio: float) -> None:
+        self._capacity = capacity
+        self._ratio = ratio
+        self._left = capacity
+
+    def earn(self) -> None:
+        """A new request arrived."""
+        self._left = min(self._capacity, self._left + self._ratio)
+
+    def spend(self) -> bool:
+        """False where nothing is left."""
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+@dataclass
+class _Worker:
+    channel: grpc.aio.Channel
+    stub: "worker_pb2_grpc.WorkerServiceAsyncStub"
+    num_calls: int = 0
+
+
+@dataclass
+class Scheduler:
+    """One scheduler's stubs."""
+
+    address: str
+    channel: grpc.aio.Channel
+    stub: "scheduler_pb2_grpc.SchedulerServiceAsyncStub"
+    admin: "admin_pb2_grpc.AdminServiceAsyncStub"
+    failed_until: float = 0.0
+
+
+class Mesh:
+    """Channels to schedulers and workers, and what this gateway learned about them. One per process."""
+
+    def __init__(self, schedulers: Sequence[str], limits: MeshLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        if not schedulers:
+            raise ValueError("no scheduler address given: set FOREBAY_SCHEDULERS to host:port[,host:port...]")
+        self.limits = limits or MeshLimits()
+        self.clock = clock
+        self.budget = RetryBudget(self.limits.retry_capacity, self.limits.retry_ratio)
+        self.num_replacements = 0
+        self._schedulers = [self._connect(address) for address in schedulers]
+        self._turn = random.randrange(len(schedulers))  # noqa: S311  # spreads gateways, guards nothing
+        self._workers: dict[str, _Worker] = {}
+        self._excluded_until: dict[str, float] = {}
+        self._finishing: set[asyncio.Task[None]] = set()
+
+    @staticmethod
+    def _connect(address: str) -> Scheduler:
+        channel = rpc.channel(address)
+        stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
+        return Scheduler(address, channel, stub, admin)
+
+    def in_turn(self) -> list[Scheduler]:
+        """All schedulers, those that failed lately last, the others from the one whose turn it is."""
+        self._turn = (self._turn + 1) % len(self._schedulers)
+        order = self._schedulers[self._turn :] + self._schedulers[: self._turn]
+        now = self.clock()
+        return sorted(order, key=lambda scheduler: scheduler.failed_until > now)
+
+    def failed(self, scheduler: Scheduler) -> None:
+        """It could not be reached: others are asked first for a while."""
+        scheduler.failed_until = self.clock() + self.limits.exclusion
+
+    @contextmanager
+    def worker(self, address: str) -> Iterator["worker_pb2_grpc.WorkerServiceAsyncStub"]:
+        """A worker's stub, its channel kept while in use and as long as the fleet lists it."""
+        worker = self._workers.get(address)
+        if worker is None:
+            channel = rpc.channel(address)
+            stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+            worker = self._workers[address] = _Worker(channel, stub)
+        worker.num_calls += 1
+        try:
+            yield worker.stub
+        finally:
+            worker.num_calls -= 1
+
+    @property
+    def worker_addresses(self) -> list[str]:
+        """Workers with an open channel."""
+        return sorted(self._workers)
+
+    def exclude(self, worker_id: str) -> None:
+        """Avoids a worker that could not be reached, for a while."""
+        self._excluded_until[worker_id] = self.clock() + self.limits.exclusion
+
+    def excluded(self) -> list[str]:
+        """Workers to avoid now."""
+        now = self.clock()
+        self._excluded_until = {worker: until for worker, until in self._excluded_until.items() if until > now}
+        return sorted(self._excluded_until)
+
+    async def fleet(self, timeout: float = 2.0) -> admin_pb2.GetFleetResponse:
+        """The fleet as some scheduler sees it; UNAVAILABLE where none answers. Closes channels to workers that are gone."""
+        error: StatusError | None = None
+        for scheduler in self.in_turn():
+            try:
+                fleet = await scheduler.admin.GetFleet(admin_pb2.GetFleetRequest(), timeout=timeout)
+            except grpc.aio.AioRpcError as failure:
+                error = from_rpc(failure)
+                self.failed(scheduler)
+                continue
+            await self._forget_workers({worker.registration.address for worker in fleet.workers})
+            return fleet
+        raise unavailable(f"no scheduler answers: {error.message if error else ''}", reason="NO_SCHEDULER")
+
+    async def _forget_workers(self, known: set[str]) -> None:
+        gone = [address for address, worker in self._workers.items() if address not in known and worker.num_calls == 0]
+        for address in gone:
+            await self._workers.pop(address).channel.close()
+
+    def finish(self, request: scheduler_pb2.FinishRequest) -> None:
+        """Ends a lease in the background: the client doesn't wait for it."""
+        task = asyncio.create_task(self._finish(request))
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+
+    async def _finish(self, request: scheduler_pb2.FinishRequest) -> None:
+        for attempt in range(self.limits.finish_attempts):
+            for scheduler in self.in_turn():
+                try:
+                    await scheduler.stub.Finish(request, timeout=2.0)
+                    return
+                except grpc.aio.AioRpcError as error:
+                    failure = error
+            await asyncio.sleep(min(2.0, self.limits.backoff * 4**attempt))
+        # The lease expires by itself and is settled from the worker's last count.
+        _log.warning("finish_failed", request_id=request.request_id, code=failure.code().name)
+
+    async def close(self, patience_seconds: float = 2.0) -> None:
+        """Waits a little for leases that are just ending, then closes every channel."""
+        if self._finishing:
+            _, pending = await asyncio.wait(self._finishing, timeout=patience_seconds)
+            for task in pending:
+                task.cancel()
+        for worker in self._workers.values():
+            await worker.channel.close()
+        for scheduler in self._schedulers:
+            await scheduler.channel.close()

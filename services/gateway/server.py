@@ -1,0 +1,190 @@
+"""The gRPC face: InferenceService, and AdminService for operators. Messages in, messages out; the work is done behind it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import grpc
+
+from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from services.common import rpc
+from services.common.errors import Code, StatusError, invalid
+from services.gateway.auth import Caller
+from services.gateway.gateway import Gateway
+from services.gateway.generation import Event, Generations
+from services.gateway.interceptor import Statuses
+from services.gateway.models import ServedModel
+from services.gateway.request import Envelope, admit_chat, admit_completion, count_tokens
+
+SLOW_READER_SECONDS = 30.0
+"""A client that takes nothing for so long is given up; until then only its own stream waits (F15)."""
+
+SERVICE_NAMES = [
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+]
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Response = TypeVar("Response", inference_pb2.GenerateResponse, inference_pb2.ChatResponse)
+
+
+def make_server(gateway: Gateway) -> tuple[grpc.aio.Server, Any]:
+    """The server with its services, not yet bound, and its health servicer."""
+    server = rpc.server([Statuses()])
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(gateway), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(gateway), server)
+    return server, rpc.add_standard_services(server, SERVICE_NAMES)
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """Generation, counting and models.
+
+    Streams are written with `context.write` and not as generators: a cancelled call then always raises in here, and never
+    leaves a generator behind that nobody resumes (B40).
+    """
+
+    def __init__(self, gateway: Gateway, slow_reader_seconds: float = SLOW_READER_SECONDS) -> None:
+        self._gateway = gateway
+        self._generations = Generations(gateway.mesh, gateway.metrics, "grpc")
+        self._patience = slow_reader_seconds
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # it writes
+        """See inference.proto."""
+        caller = await authenticate(self._gateway, context)
+        model = self._gateway.catalogue.resolve(request.model)
+        envelope = self._envelope(request, context, caller, model, echo=request.echo)
+        if request.WhichOneof("prompt") is None:
+            raise invalid("prompt", "the request has no prompt: set text or tokens")
+        prompt: object = request.text if request.HasField("text") else list(request.tokens.ids)
+        (generation,) = await admit_completion(envelope, prompt, sampling_fields(request.sampling))
+        await self._stream(self._generations.run(generation), context, inference_pb2.GenerateResponse)
+
+    async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]  # it writes
+        """See inference.proto."""
+        caller = await authenticate(self._gateway, context)
+        model = self._gateway.catalogue.resolve(request.model)
+        envelope = self._envelope(request, context, caller, model)
+        generation = await admit_chat(envelope, _messages(request.messages), sampling_fields(request.sampling))
+        await self._stream(self._generations.run(generation), context, inference_pb2.ChatResponse)
+
+    async def CountTokens(self, request: inference_pb2.CountTokensRequest, context: Context) -> inference_pb2.CountTokensResponse:
+        """See inference.proto."""
+        await authenticate(self._gateway, context)
+        model = self._gateway.catalogue.resolve(request.model)
+        match request.WhichOneof("input"):
+            case "text":
+                ids = await count_tokens(model, text=request.text)
+            case "conversation":
+                ids = await count_tokens(model, messages=_messages(request.conversation.messages))
+            case _:
+                raise invalid("input", "there is nothing to count: set text or conversation")
+        return inference_pb2.CountTokensResponse(num_tokens=len(ids), token_ids=ids, max_model_len=model.max_model_len)
+
+    async def ListModels(self, request: inference_pb2.ListModelsRequest, context: Context) -> inference_pb2.ListModelsResponse:
+        """See inference.proto."""
+        await authenticate(self._gateway, context)
+        return inference_pb2.ListModelsResponse(models=[_model(model) for model in self._gateway.catalogue.list()])
+
+    async def GetModel(self, request: inference_pb2.GetModelRequest, context: Context) -> inference_pb2.GetModelResponse:
+        """See inference.proto."""
+        await authenticate(self._gateway, context)
+        return inference_pb2.GetModelResponse(model=_model(self._gateway.catalogue.resolve(request.name)))
+
+    def _envelope(
+        self,
+        request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
+        context: Context,
+        caller: Caller,
+        model: ServedModel,
+        *,
+        echo: bool = False,
+    ) -> Envelope:
+        if request.latency_class not in types_pb2.LatencyClass.values():
+            raise invalid("latency_class", f"latency_class is {request.latency_class}: use REALTIME (1), STANDARD (2) or BATCH (3)")
+        return Envelope(
+            caller=caller,
+            model=model,
+            latency_class=request.latency_class,
+            deadline_seconds=_deadline(context),
+            label=request.label or None,
+            echo=echo,
+            max_tokens_cap=self._gateway.max_tokens_cap,
+        )
+
+    async def _stream(self, events: AsyncGenerator[Event], context: Context, response: type[Response]) -> None:
+        async with aclosing(events):
+            async for event in events:
+                try:
+                    await asyncio.wait_for(context.write(_wrapped(event, response)), self._patience)
+                except TimeoutError:
+                    raise StatusError(Code.CANCELLED, f"nothing was read for {self._patience:g} s", reason="SLOW_READER") from None
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """The schedulers' view of the fleet, for operators alone."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def GetFleet(self, request: admin_pb2.GetFleetRequest, context: Context) -> admin_pb2.GetFleetResponse:
+        """See admin.proto."""
+        (await authenticate(self._gateway, context)).require("operator")
+        return await self._gateway.mesh.fleet()
+
+
+async def authenticate(gateway: Gateway, context: Context) -> Caller:
+    """The caller; two tokens are as bad as none."""
+    given = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+    if len(given) > 1:
+        raise StatusError(Code.UNAUTHENTICATED, f"authorization is given {len(given)} times: send one", reason="AMBIGUOUS_TOKEN")
+    return await gateway.authenticator.authenticate(given[0] if given else None)  # type: ignore[arg-type]  # text, without -bin
+
+
+def sampling_fields(sampling: types_pb2.SamplingParams) -> Mapping[str, object]:
+    """The fields that are present, as the validator takes them."""
+    fields: dict[str, object] = {}
+    for descriptor, value in sampling.ListFields():
+        if descriptor.name == "logit_bias":
+            fields["logit_bias"] = dict(value)
+        elif descriptor.name in ("stop", "stop_token_ids"):
+            fields[descriptor.name] = list(value)
+        else:
+            fields[descriptor.name] = value
+    return fields
+
+
+def _deadline(context: Context) -> float | None:
+    """Seconds left of the call, None where the client set no deadline."""
+    seconds = context.time_remaining()
+    if seconds is not None and seconds <= 0:
+        raise StatusError(Code.DEADLINE_EXCEEDED, "the deadline had passed when the request came: allow more time")
+    return seconds
+
+
+def _messages(messages: Sequence[inference_pb2.ChatMessage]) -> list[dict[str, str]]:
+    return [
+        {"role": message.role, "content": message.content, **({"name": message.name} if message.name else {})} for message in messages
+    ]  # fmt: skip
+
+
+def _wrapped(event: Event, response: type[Response]) -> Response:
+    if isinstance(event, inference_pb2.Started):
+        return response(started=event)
+    if isinstance(event, inference_pb2.Delta):
+        return response(delta=event)
+    return response(finished=event)
+
+
+def _model(model: ServedModel) -> inference_pb2.Model:
+    return inference_pb2.Model(
+        name=model.name,
+        aliases=model.aliases,
+        version=model.version,
+        level=model.level,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        capabilities=["generate"],
+        ready=model.ready,
+        created_unix_seconds=model.created,
+    )

@@ -1,0 +1,25 @@
+"""The gateway's settings: FOREBAY_* variables, read once in __main__."""
+
+from pydantic import Field
+
+from services.common.settings import ServiceSettings
+
+
+class GatewaySettings(ServiceSettings):
+    """Where it listens, whom it asks, which models it names and whose tokens it trusts."""
+
+    grpc_address: str = Field("127.0.0.1:0", description="host:port of the gRPC face")
+    http_address: str = Field("127.0.0.1:0", description="host:port of the OpenAI face")
+    schedulers: str = Field(description="host:port[,host:port...] of the schedulers")
+    models: str = Field(description="PATH=NAME[|ALIAS...][,PATH=NAME...]: tokenizers and templates come from the model's own files")
+    jwks_file: str = Field("", description="file with the public keys of tokens; or jwks_url")
+    jwks_url: str = Field("", description="https URL with the public keys of tokens; or jwks_file")
+    jwt_issuer: str = Field("", description="the `iss` that tokens must carry; empty: any")
+    jwt_audience: str = Field("", description="the `aud` that tokens must carry; empty: any")
+    max_tokens_cap: int = Field(32_768, ge=1, description="most tokens that one choice may ask for")
+    drain_seconds: float = Field(30.0, ge=0, description="open streams may go on for so long after SIGTERM")
+
+    @property
+    def scheduler_addresses(self) -> list[str]:
+        """The schedulers, one each."""
+        return [address.strip() for address in self.schedulers.split(",") if address.strip()]
