@@ -5,7 +5,7 @@ Both faces of the gateway and every internal RPC render it; nothing else decides
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import duration_pb2
@@ -90,7 +90,7 @@ def from_rpc(error: grpc.aio.AioRpcError) -> StatusError:
     return StatusError(error.code(), error.details() or "", reason=reason, violations=violations, retry_after_seconds=retry)
 
 
-async def abort(context: "grpc.aio.ServicerContext[object, object]", error: StatusError) -> NoReturn:
+async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: StatusError) -> NoReturn:
     """Ends a call of ours with this error and its details."""
     status = rpc_status.to_status(to_status(error))
     await context.abort(status.code, status.details, status.trailing_metadata)

@@ -1,0 +1,298 @@
+"""The only thread of a worker: it steps the engine. Knows no RPC.
+
+Commands go in through a queue; each turn comes out as one wake-up of the event loop with all that it brought (DESIGN 8.11).
+Everything public is called on the event loop; what the thread runs is marked so.
+"""
+
+import asyncio
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.common import log
+from services.common.errors import Code, StatusError
+from services.worker.engine.engine import Engine, EngineStats
+from services.worker.engine.request import EngineRequest, InvalidRequest, RequestTooLarge, TokenOutput
+
+STALL_SECONDS = 10.0
+"""With work and without progress for this long, the worker is not healthy."""
+
+SWITCH_INTERVAL_SECONDS = 0.0005
+"""How long the engine thread may keep the event loop from the interpreter; Python's default of 5 ms would show in every token's latency."""
+
+IDLE_STEP_SECONDS = 0.005
+"""Pause after a step that did nothing although there is work, so that a starved engine doesn't burn a core."""
+
+_logger = log.get(__name__)
+
+
+class Sink(Protocol):
+    """Where a request's outputs go. Called on the event loop."""
+
+    def push(self, output: TokenOutput) -> None:
+        """New tokens of one choice."""
+
+    def fail(self, error: StatusError) -> None:
+        """The request has ended like this; nothing follows."""
+
+
+@dataclass
+class _Open:
+    """A request that the engine hasn't ended."""
+
+    sink: Sink
+    num_open_choices: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the engine. Times by the loop's clock."""
+
+    started: float
+    ended: float
+    num_tokens: int  # computed, the prompts' included
+    num_generated_tokens: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn of the thread brings to the event loop."""
+
+    stats: EngineStats
+    progress: dict[str, tuple[int, int]]  # request id -> (output tokens, blocks)
+    outputs: list[TokenOutput] = field(default_factory=list)
+    refusals: list[tuple[str, StatusError]] = field(default_factory=list)
+    step: Step | None = None
+
+
+class StepWindow:
+    """The last second's steps: busy share, mean duration, tokens per second."""
+
+    def __init__(self, seconds: float = 1.0) -> None:
+        self._seconds = seconds
+        self._steps: deque[Step] = deque()
+
+    def record(self, step: Step) -> None:
+        """Adds a step; steps come in order."""
+        self._steps.append(step)
+        self._forget(step.ended)
+
+    def utilization(self, now: float, running_since: float | None = None) -> float:
+        """Share of the window in which the engine was stepping, 0 .. 1. `running_since`: start of the step that is not over yet."""
+        self._forget(now)
+        start = now - self._seconds
+        busy = sum(step.ended - max(step.started, start) for step in self._steps)
+        if running_since is not None:
+            busy += now - max(running_since, start)
+        return min(1.0, max(0.0, busy / self._seconds))
+
+    def step_seconds(self, now: float) -> float:
+        """Mean duration of the window's steps; 0 when there was none."""
+        self._forget(now)
+        return sum(step.ended - step.started for step in self._steps) / max(1, len(self._steps))
+
+    def tokens_per_second(self, now: float) -> float:
+        """Tokens generated in the window, per second."""
+        self._forget(now)
+        return sum(step.num_generated_tokens for step in self._steps) / self._seconds
+
+    def _forget(self, now: float) -> None:
+        while self._steps and self._steps[0].ended < now - self._seconds:
+            self._steps.popleft()
+
+
+class EngineLoop:
+    """Runs an engine that nobody else touches."""
+
+    def __init__(
+        self, engine: Engine, *, clock: Callable[[], float] = time.monotonic, observe: Callable[[Turn], None] | None = None
+    ) -> None:
+        """`observe` sees each turn on the event loop, after its outputs were delivered."""
+        self._engine = engine
+        self._clock = clock
+        self._observe = observe
+        self._wake = threading.Condition()
+        self._commands: deque[EngineRequest | str] = deque()  # a request to add, or an id to abort
+        self._stopping = False
+        self._open: dict[str, _Open] = {}
+        self._progressed_at = clock()
+        self._stepping_since: float | None = None
+        self._window = StepWindow()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.last_turn = Turn(engine.stats(), {})
+        self.num_stale_outputs = 0
+
+    def start(self) -> None:
+        """Starts the thread. Call it on the event loop that shall hear of the outputs."""
+        sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self.failed: asyncio.Future[BaseException] = self._loop.create_future()
+        self._thread.start()
+
+    def add(self, request: EngineRequest, sink: Sink) -> None:
+        """Hands a request over; its id must be new. What comes of it goes to `sink`."""
+        assert request.request_id not in self._open, request.request_id
+        if self.failed.done():
+            sink.fail(StatusError(Code.INTERNAL, "the engine has failed; this worker is stopping"))
+            return
+        if self.stalled_seconds == 0.0:
+            self._progressed_at = self._clock()
+        self._open[request.request_id] = _Open(sink, request.n - len(request.finished_choices))
+        self._command(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, in whatever state; nothing more comes of it. Idempotent."""
+        if self._open.pop(request_id, None) is not None:
+            self._command(request_id)
+
+    async def stop(self, timeout_seconds: float = 5.0) -> bool:
+        """Ends the thread after its current step. False: the step didn't end in time, and the thread was left behind."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        try:
+            await asyncio.wait_for(self._ended.wait(), timeout_seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long there has been work without progress; 0 when idle."""
+        has_work = bool(self._open or self._commands) or self._stepping_since is not None
+        return self._clock() - self._progressed_at if has_work else 0.0
+
+    @property
+    def healthy(self) -> bool:
+        """False when the engine has failed, or has work and makes no progress."""
+        return not self.failed.done() and self.stalled_seconds < STALL_SECONDS
+
+    @property
+    def num_requests(self) -> int:
+        """Requests handed over and not ended."""
+        return len(self._open)
+
+    @property
+    def utilization(self) -> float:
+        """Share of the last second that the engine was stepping, 0 .. 1."""
+        return self._window.utilization(self._clock(), self._stepping_since)
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean duration of the last second's steps; 0 when there was none."""
+        return self._window.step_seconds(self._clock())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens generated in the last second."""
+        return self._window.tokens_per_second(self._clock())
+
+    def _command(self, command: EngineRequest | str) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _deliver(self, turn: Turn) -> None:
+        """On the event loop: hands each output to its request. Outputs of a request that has ended meanwhile are late, not wrong."""
+        self.last_turn = turn
+        if turn.step is not None:
+            self._window.record(turn.step)
+        for request_id, error in turn.refusals:
+            if (request := self._open.pop(request_id, None)) is not None:
+                request.sink.fail(error)
+        for output in turn.outputs:
+            self._hand_out(output)
+        if self._observe is not None:
+            self._observe(turn)
+
+    def _hand_out(self, output: TokenOutput) -> None:
+        if (request := self._open.get(output.request_id)) is None:
+            self.num_stale_outputs += 1
+            return
+        if output.finish_reason is not None:
+            request.num_open_choices -= 1
+            if request.num_open_choices == 0:
+                del self._open[output.request_id]
+        request.sink.push(output)
+
+    def _fail(self, error: BaseException) -> None:
+        """On the event loop: the engine is lost, and with it every request."""
+        if self.failed.done():
+            return
+        self.failed.set_result(error)
+        requests, self._open = self._open, {}
+        for request in requests.values():
+            request.sink.fail(StatusError(Code.INTERNAL, "the engine failed; this worker is stopping", reason="ENGINE_FAILED"))
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        try:
+            while (commands := self._take()) is not None:
+                self._post(self._deliver, self._turn(commands))
+        except BaseException as error:  # whatever it was, the engine's state can't be trusted any more
+            _logger.exception("the engine failed")
+            self._post(self._fail, error)
+        finally:
+            self._post(self._ended.set)
+
+    def _turn(self, commands: list[EngineRequest | str]) -> Turn:
+        refusals = self._apply(commands)
+        started = self._clock()
+        if not self._engine.has_work:
+            self._progressed_at = started
+            return Turn(self._engine.stats(), {}, refusals=refusals)
+        before = self._engine.stats()
+        self._stepping_since = started
+        outputs = self._engine.step(started)
+        self._stepping_since = None
+        ended, stats = self._clock(), self._engine.stats()
+        num_tokens = stats.num_computed_tokens - before.num_computed_tokens
+        if outputs or num_tokens:
+            self._progressed_at = ended
+        else:
+            self._pause()
+        step = Step(started, ended, num_tokens, stats.num_generated_tokens - before.num_generated_tokens)
+        return Turn(stats, self._progress(), outputs, refusals, step)
+
+    def _pause(self) -> None:
+        with self._wake:
+            if not self._commands and not self._stopping:
+                self._wake.wait(IDLE_STEP_SECONDS)
+
+    def _apply(self, commands: list[EngineRequest | str]) -> list[tuple[str, StatusError]]:
+        """Adds and aborts in order; answers which requests were refused, and why."""
+        refusals = []
+        for command in commands:
+            if isinstance(command, str):
+                self._engine.abort(command)
+                continue
+            try:
+                self._engine.add(command)
+            except (RequestTooLarge, InvalidRequest) as error:
+                refusals.append((command.request_id, StatusError(Code.INVALID_ARGUMENT, str(error), reason="REQUEST_REFUSED")))
+        return refusals
+
+    def _progress(self) -> dict[str, tuple[int, int]]:
+        return {request_id: (num_output_tokens, num_blocks) for request_id, num_output_tokens, num_blocks in self._engine.progress()}
+
+    def _take(self) -> list[EngineRequest | str] | None:
+        """The commands that came in; sleeps while there is neither a command nor work. None: stop."""
+        with self._wake:
+            while not self._commands and not self._stopping and not self._engine.has_work:
+                self._wake.wait()
+            if self._stopping:
+                return None
+            commands, self._commands = list(self._commands), deque()
+            return commands
+
+    def _post(self, callback: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:  # the event loop is closed: nobody is left to hear
+            self._stopping = True

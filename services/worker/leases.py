@@ -1,0 +1,246 @@
+"""The leases that this worker works on: which epochs stand, how much room is left, and how each one ends. Knows no RPC."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
+from services.common import log
+from services.common.errors import Code, StatusError, unavailable
+from services.worker.engine.request import EngineRequest, FinishReason, TokenOutput
+from services.worker.engine_loop import EngineLoop
+from services.worker.metrics import Metrics
+from services.worker.outbox import Outbox, Pace
+from services.worker.wire import Served, to_engine
+
+MAX_WAITING = 2
+"""Sequences that may wait beyond the slots; more wait better at the scheduler, which knows other workers."""
+
+MAX_ENDED = 10_000
+"""Ended leases that are remembered, so that a late call can't bring one back."""
+
+_logger = log.get(__name__)
+
+
+class Lease:
+    """One request here, under one epoch: the sink of its outputs, and its account."""
+
+    def __init__(
+        self, request_id: str, epoch: int, request: EngineRequest, outbox: Outbox, metrics: Metrics, num_prompt_blocks: int
+    ) -> None:
+        self.request_id = request_id
+        self.epoch = epoch
+        self.request = request
+        self.outbox = outbox
+        self.num_prompt_blocks = num_prompt_blocks
+        self.num_sequences = request.n - len(request.finished_choices)
+        self.num_new_tokens = 0
+        self.num_cached_tokens = 0
+        self._num_preemptions: dict[int, int] = {}
+        self.end_reason = "abort"
+        self.arrived_at = time.monotonic()
+        self._metrics = metrics
+        self._token_at: dict[int, float] = {}  # choice -> when its last token came
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens over all choices, those from before a move included."""
+        return sum(map(len, self.request.delivered)) + self.num_new_tokens
+
+    @property
+    def usage(self) -> types_pb2.Usage:
+        """As counted here."""
+        return types_pb2.Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            completion_tokens=self.num_output_tokens,
+            cached_tokens=self.num_cached_tokens,
+            preemptions=sum(self._num_preemptions.values()),
+        )
+
+    def push(self, output: TokenOutput) -> None:
+        """New tokens of one choice. A choice that the engine could not go on with fails the request."""
+        self._account(output)
+        if output.finish_reason is FinishReason.ERROR:
+            self.fail(StatusError(Code.INTERNAL, f"the engine failed on this request: {output.error}", reason="SEQUENCE_FAILED"))
+            return
+        if output.finish_reason is not None:
+            self.num_sequences -= 1
+            self.end_reason = "length" if output.finish_reason is FinishReason.LENGTH else "stop"
+        self.outbox.push(output)
+
+    def fail(self, error: StatusError) -> None:
+        """The request ends with this error."""
+        if error.code is Code.INTERNAL:
+            self.end_reason = "error"
+        self.outbox.fail(error)
+
+    def _account(self, output: TokenOutput) -> None:
+        self._num_preemptions[output.choice_index] = output.num_preemptions
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if not output.token_ids:
+            return
+        now = time.monotonic()
+        if not self._token_at:
+            self._metrics.time_to_first_token.observe(now - self.arrived_at)
+            self._metrics.prompt_tokens.inc(len(self.request.prompt_token_ids))
+        since = self._token_at.get(output.choice_index)
+        if since is not None:
+            for _ in output.token_ids:
+                self._metrics.observe_token((now - since) / len(output.token_ids))
+        self._token_at[output.choice_index] = now
+        self.num_new_tokens += len(output.token_ids)
+        self._metrics.generation_tokens.inc(len(output.token_ids))
+
+
+class Leases:
+    """Every live lease, at most one per request id."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        served: Served,
+        metrics: Metrics,
+        *,
+        max_sequences: int,
+        pace: Pace | None = None,
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_room` is called whenever a lease ends."""
+        self._loop = loop
+        self._served = served
+        self._metrics = metrics
+        self._max_sequences = max_sequences
+        self._pace = pace or Pace()
+        self._live: dict[str, Lease] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()  # request id -> highest epoch that is over
+        self._idle = asyncio.Event()
+        self.on_room = on_room
+        self.draining = False
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def admit(self, message: worker_pb2.WorkerServiceGenerateRequest) -> Lease:
+        """Hands a request to the engine. StatusError: stale epoch, bad value, too large, no room, draining."""
+        if self.draining:
+            raise unavailable("this worker is draining; place again", reason="DRAINING")
+        request = to_engine(message, self._served, f"{message.request_id}#{message.epoch}")
+        self._supersede(message.request_id, message.epoch)
+        lease = Lease(
+            message.request_id,
+            message.epoch,
+            request,
+            Outbox(self._pace, num_choices=request.n - len(request.finished_choices)),
+            self._metrics,
+            -(-len(request.prompt_token_ids) // self._served.block_size),
+        )
+        self._check_room(lease)
+        self._live[lease.request_id] = lease
+        self._metrics.request_n.observe(request.n)
+        self._metrics.request_max_tokens.observe(message.sampling.max_tokens)
+        self._loop.add(request, lease)
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        """Ends a lease in whatever state; its blocks are free after the engine's current step. Idempotent."""
+        if self._live.get(lease.request_id) is not lease:
+            return
+        del self._live[lease.request_id]
+        self._remember(lease.request_id, lease.epoch)
+        self._loop.abort(lease.request.request_id)
+        self._metrics.observe_end(
+            lease.end_reason if lease.num_sequences == 0 or lease.end_reason == "error" else "abort",
+            seconds=time.monotonic() - lease.arrived_at,
+            num_prompt_tokens=len(lease.request.prompt_token_ids),
+            num_output_tokens=lease.num_new_tokens,
+        )
+        if not self._live:
+            self._idle.set()
+        self.on_room()
+
+    def revoke(self, revoked: Iterable[scheduler_pb2.LeaseProgress]) -> None:
+        """Ends these leases and all older ones of the same requests; one that is still on its way here will be refused."""
+        for old in revoked:
+            lease = self._live.get(old.request_id)
+            if lease is not None and lease.epoch <= old.epoch:
+                lease.fail(StatusError(Code.FAILED_PRECONDITION, f"epoch {lease.epoch} of this request was revoked", reason="REVOKED"))
+                self.end(lease)
+            self._remember(old.request_id, old.epoch)
+
+    def fail_all(self, error: StatusError) -> None:
+        """Ends every lease with this error."""
+        for lease in list(self._live.values()):
+            lease.fail(error)
+            self.end(lease)
+
+    def progress(self) -> list[scheduler_pb2.LeaseProgress]:
+        """Every live lease with what it has and holds."""
+        held = self._loop.last_turn.progress
+        return [
+            scheduler_pb2.LeaseProgress(
+                request_id=lease.request_id,
+                epoch=lease.epoch,
+                num_output_tokens=lease.num_output_tokens,
+                num_blocks=held.get(lease.request.request_id, (0, 0))[1],
+            )
+            for lease in self._live.values()
+        ]
+
+    def is_waiting(self, lease: Lease) -> bool:
+        """True while a lease holds no blocks."""
+        return self._loop.last_turn.progress.get(lease.request.request_id, (0, 0))[1] == 0
+
+    async def idle(self, timeout_seconds: float) -> bool:
+        """Waits until no lease is left; False if that took too long."""
+        self._idle.clear()
+        if not self._live:
+            return True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def _supersede(self, request_id: str, epoch: int) -> None:
+        """A higher epoch ends the older one; an equal or lower one is refused."""
+        live = self._live.get(request_id)
+        newest = max(live.epoch if live else 0, self._ended.get(request_id, 0))
+        if epoch <= newest:
+            message = f"epoch {epoch} of this request is over; epoch {newest} was here already"
+            raise StatusError(Code.FAILED_PRECONDITION, message, reason="STALE_EPOCH")
+        if live is not None:
+            live.fail(StatusError(Code.FAILED_PRECONDITION, f"epoch {epoch} has taken this request over", reason="STALE_EPOCH"))
+            self.end(live)
+
+    def _check_room(self, new: Lease) -> None:
+        """Refuses what would wait too long. Only leases of the same or a higher class count: the engine preempts the others for it."""
+        rivals = [lease for lease in self._live.values() if lease.request.latency_class <= new.request.latency_class]
+        num_held = sum(lease.num_sequences for lease in rivals)
+        # A request wider than the slots is let in when nothing else runs, else it never would be.
+        if rivals and num_held + new.num_sequences > self._max_sequences + MAX_WAITING:
+            self._refuse(f"{num_held} sequences of {self._max_sequences} slots and {MAX_WAITING} waiting places are here")
+        num_available, num_starved = self._num_available_blocks(rivals), 0
+        for lease in (*(lease for lease in rivals if self.is_waiting(lease)), new):
+            if not num_starved and lease.num_prompt_blocks <= num_available:
+                num_available -= lease.num_prompt_blocks
+            elif lease is new and num_starved >= MAX_WAITING:
+                self._refuse(f"{num_starved} sequences wait for cache blocks and {num_available} blocks are free")
+            else:
+                num_starved += lease.num_sequences
+
+    def _num_available_blocks(self, rivals: list[Lease]) -> int:
+        """Blocks that are free, or held by leases of lower classes."""
+        turn = self._loop.last_turn
+        below = {lease.request.request_id for lease in self._live.values()} - {lease.request.request_id for lease in rivals}
+        num_below = sum(num_blocks for request_id, (_, num_blocks) in turn.progress.items() if request_id in below)
+        return turn.stats.num_blocks - turn.stats.num_used_blocks + num_below
+
+    def _refuse(self, why: str) -> None:
+        self._metrics.refused.inc()
+        raise StatusError(Code.RESOURCE_EXHAUSTED, f"no room on this worker: {why}; place again", reason="NO_ROOM")
+
+    def _remember(self, request_id: str, epoch: int) -> None:
+        self._ended[request_id] = max(epoch, self._ended.pop(request_id, 0))
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)

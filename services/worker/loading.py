@@ -1,0 +1,109 @@
+"""From settings to an engine: sizes the cache, reads the model on a thread, tells how far it is."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from services.common import log
+from services.common.process import announce
+from services.worker.engine.config import EngineConfig, ModelConfig
+from services.worker.engine.engine import Engine
+from services.worker.engine.loader import read_config
+from services.worker.settings import LEVEL, WorkerSettings
+from services.worker.wire import Served
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+PROGRESS_SECONDS = 0.1
+
+_logger = log.get(__name__)
+
+
+async def load(settings: WorkerSettings, stop: asyncio.Event) -> tuple[Engine, Served] | None:
+    """The engine and what it serves. ValueError: a bad file, or too little memory for its cache. None: `stop` came first."""
+    loaded: Future[tuple[Engine, Served]] = Future()
+    # A thread of its own, and a daemon: a process that is told to stop doesn't wait for gigabytes.
+    threading.Thread(target=_load_into, args=(loaded, settings), name="load", daemon=True).start()
+    stopped = asyncio.create_task(stop.wait())
+    result = asyncio.wrap_future(loaded)
+    either: set[asyncio.Future[Any]] = {result, stopped}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    return result.result() if result.done() else None
+
+
+def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
+    """The engine's size: FOREBAY_NUM_BLOCKS, or what fits into FOREBAY_KV_MEMORY. ValueError where that is too little."""
+    config = EngineConfig(
+        block_size=settings.block_size,
+        max_sequences=settings.max_sequences,
+        max_step_tokens=settings.max_step_tokens,
+        max_model_len=settings.max_model_len,
+        device=settings.device,
+        num_threads=settings.num_threads,
+        prefix_cache=settings.prefix_cache,
+    )
+    block_bytes = model.kv_bytes_per_token(ELEMENT_BYTES[config.dtype]) * config.block_size
+    num_blocks = settings.num_blocks or int(settings.kv_memory) // block_bytes
+    if num_blocks < 2:
+        raise ValueError(
+            f"FOREBAY_KV_MEMORY={int(settings.kv_memory)} holds {num_blocks} cache blocks of {block_bytes} bytes; "
+            f"this model needs 2 at least: set {2 * block_bytes} or more"
+        )
+    return replace(config, num_blocks=num_blocks)
+
+
+def fingerprint(config: EngineConfig) -> str:
+    """Names what equal token ids depend on besides the weights' version: level, cache format, runner."""
+    device = (
+        "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if config.device == "cpu" else torch.cuda.get_device_name(config.device)
+    )
+    return f"{LEVEL}/kv-{config.dtype}/torch-{torch.__version__.partition('+')[0]}-{device}".replace(" ", "-")
+
+
+def _load_into(loaded: "Future[tuple[Engine, Served]]", settings: WorkerSettings) -> None:
+    try:
+        loaded.set_result(_load(settings))
+    except BaseException as error:  # whoever waits for the future decides what it means
+        loaded.set_exception(error)
+
+
+def _load(settings: WorkerSettings) -> tuple[Engine, Served]:
+    path = settings.model_path
+    if not path.exists():
+        raise FileNotFoundError(f"FOREBAY_MODEL={settings.model}: there is no file or folder {path}")
+    model = read_config(path)
+    config = engine_config(settings, model)
+    started = time.monotonic()
+    engine = Engine.from_path(path, config, progress=Progress())
+    served = Served(
+        model=f"{settings.model_name}@{LEVEL}",
+        version=engine.model_version,
+        fingerprint=fingerprint(config),
+        vocab_size=engine.vocab_size,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        max_model_len=min(engine.max_model_len, config.num_blocks * config.block_size),
+    )
+    _logger.info(
+        "loaded", model=served.model, version=served.version, num_blocks=config.num_blocks, seconds=round(time.monotonic() - started, 2)
+    )
+    return engine, served
+
+
+class Progress:
+    """Prints how much is read, a few times a second and at the end."""
+
+    def __init__(self) -> None:
+        self._told_at = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` bytes."""
+        now = time.monotonic()
+        if done >= total or now - self._told_at >= PROGRESS_SECONDS:
+            self._told_at = now
+            announce("loading", done=done, total=total)

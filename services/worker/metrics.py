@@ -1,0 +1,100 @@
+"""A worker's Prometheus metrics under vLLM's names, labels and buckets, so that its dashboards and alerts fit.
+
+Counters of the engine are cumulative there; here only their growth is added.
+"""
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from services.worker.engine.engine import EngineStats
+
+LABELS = ("model_name", "engine")
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+LATENCY_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+
+class Metrics:
+    """Every series of one model on one worker. Each exists from the start, at zero."""
+
+    def __init__(self, registry: CollectorRegistry, *, model_name: str, max_model_len: int) -> None:
+        self._registry = registry
+        self._labels = (model_name, "0")
+        lengths = one_two_five(max_model_len)
+        self.num_requests_running = self._gauge("vllm:num_requests_running", "Sequences in the running batch.")
+        self.num_requests_waiting = self._gauge("vllm:num_requests_waiting", "Sequences that wait for room.")
+        self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of cache blocks in use, 0 .. 1.")
+        self.healthy = self._gauge("forebay_worker_step_loop_healthy", "0 while the step loop has work and makes no progress.")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed.")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self.prefix_cache_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_cache_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.num_preemptions = self._counter("vllm:num_preemptions", "Preempted sequences.")
+        self.stale_outputs = self._counter("forebay_worker_stale_outputs", "Outputs of requests that had ended already; dropped.")
+        self.refused = self._counter("forebay_worker_refused_requests", "Requests refused because there was no room.")
+        self.request_success = Counter(
+            "vllm:request_success", "Ended requests, by reason.", (*LABELS, "finished_reason"), registry=registry
+        )
+        for reason in FINISHED_REASONS:
+            self.request_success.labels(*self._labels, reason)
+        self.request_prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Prompt length in tokens.", lengths)
+        self.request_generation_tokens = self._histogram("vllm:request_generation_tokens", "Output length in tokens.", lengths)
+        self.request_max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens of requests.", lengths)
+        self.request_n = self._histogram("vllm:request_params_n", "n of requests.", (1, 2, 5, 10, 20))
+        self.iteration_tokens = self._histogram("vllm:iteration_tokens_total", "Tokens per engine step.", STEP_TOKENS_BUCKETS)
+        self.time_to_first_token = self._histogram("vllm:time_to_first_token_seconds", "Time to the first token.", TTFT_BUCKETS)
+        self.inter_token_latency = self._histogram("vllm:inter_token_latency_seconds", "Time between tokens.", TOKEN_SECONDS_BUCKETS)
+        self.time_per_output_token = self._histogram(
+            "vllm:time_per_output_token_seconds", "Time between tokens; the older name.", TOKEN_SECONDS_BUCKETS
+        )
+        self.request_latency = self._histogram("vllm:e2e_request_latency_seconds", "Time from arrival to end.", LATENCY_BUCKETS)
+        self._growing = (self.prefix_cache_queries, self.prefix_cache_hits, self.num_preemptions, self.stale_outputs)
+        self._seen: tuple[int, ...] = (0, 0, 0, 0)
+
+    def observe_turn(self, stats: EngineStats, *, num_step_tokens: int, num_stale_outputs: int) -> None:
+        """Takes over the engine's gauges and the growth of its counters. `num_step_tokens`: computed in the step, 0 if there was none."""
+        self.num_requests_running.set(stats.num_running)
+        self.num_requests_waiting.set(stats.num_waiting)
+        self.kv_cache_usage.set(stats.num_used_blocks / stats.num_blocks)
+        if num_step_tokens:
+            self.iteration_tokens.observe(num_step_tokens)
+        now = (stats.num_prefix_query_tokens, stats.num_prefix_hit_tokens, stats.num_preemptions, num_stale_outputs)
+        for counter, value, seen in zip(self._growing, now, self._seen, strict=True):
+            counter.inc(value - seen)
+        self._seen = now
+
+    def observe_token(self, seconds: float) -> None:
+        """A token that came `seconds` after the one before it."""
+        self.inter_token_latency.observe(seconds)
+        self.time_per_output_token.observe(seconds)
+
+    def observe_end(self, reason: str, *, seconds: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """A request that ended; `reason` is one of FINISHED_REASONS."""
+        self.request_success.labels(*self._labels, reason).inc()
+        self.request_latency.observe(seconds)
+        self.request_prompt_tokens.observe(num_prompt_tokens)
+        self.request_generation_tokens.observe(num_output_tokens)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, LABELS, registry=self._registry).labels(*self._labels)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, LABELS, registry=self._registry).labels(*self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, text, LABELS, registry=self._registry, buckets=buckets).labels(*self._labels)
+
+
+def one_two_five(maximum: int) -> list[float]:
+    """1, 2, 5, 10, 20 ... up to `maximum`; at least [1]."""
+    buckets = [float(mantissa * 10**exponent) for exponent in range(len(str(maximum))) for mantissa in (1, 2, 5)]
+    return [bucket for bucket in buckets if bucket <= maximum] or [1.0]

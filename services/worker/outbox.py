@@ -1,0 +1,132 @@
+"""One stream's messages: which go when, and how much may wait for a slow reader. Knows no engine thread and no RPC context."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from forebay.v1 import worker_pb2
+from services.common.errors import Code, StatusError
+from services.worker.engine.request import TokenOutput
+from services.worker.wire import append, size
+
+
+class News(Enum):
+    """What a stream says besides tokens."""
+
+    SILENCE = auto()
+    ENDED = auto()
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds and bytes of a stream."""
+
+    delta_seconds: float = 0.02
+    """Tokens wait at most this long, so that a fast model doesn't send a message per token."""
+    ping_seconds: float = 1.0
+    """Longest silence."""
+    write_seconds: float = 30.0
+    """A reader that doesn't take a message for this long is gone."""
+    message_bytes: int = 256 << 10
+    """About the largest message."""
+    backlog_bytes: int = 8 << 20
+    """What may pile up for a slow reader."""
+
+
+class Outbox:
+    """Collects a request's outputs and hands out its next message when that is due."""
+
+    def __init__(self, pace: Pace, *, num_choices: int) -> None:
+        """`num_choices`: how many will end."""
+        self._pace = pace
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
+        self._wake = asyncio.Event()
+        self._pending: deque[TokenOutput] = deque()
+        self._pending_bytes = 0
+        self._urgent = False
+        self._begun: set[int] = set()
+        self._num_open = num_choices
+        self._error: StatusError | None = None
+
+    def push(self, output: TokenOutput) -> None:
+        """New tokens of one choice."""
+        if self._error is not None:
+            return
+        if output.finish_reason is not None:
+            self._num_open -= 1
+        self._pending_bytes += size(output)
+        if self._pending_bytes > self._pace.backlog_bytes:
+            self.fail(StatusError(Code.RESOURCE_EXHAUSTED, f"the reader is too slow: {self._pending_bytes} bytes wait for it"))
+            return
+        if not self._pending:
+            self._wake.set()
+        self._pending.append(output)
+        if output.token_ids and output.choice_index not in self._begun:
+            self._begun.add(output.choice_index)
+            self._urgent = True
+            self._wake.set()
+
+    def fail(self, error: StatusError) -> None:
+        """The stream ends with this error; what waits is dropped. The first error stands."""
+        if self._error is None:
+            self._error = error
+            self._pending.clear()
+            self._wake.set()
+
+    @property
+    def error(self) -> StatusError | None:
+        """How the stream failed, if it did."""
+        return self._error
+
+    async def next(self, deadline: float | None = None) -> worker_pb2.TokenDeltas | News:
+        """The next deltas when they are due; SILENCE after a second without; ENDED when every choice has ended and was sent.
+
+        Raises the StatusError that the stream failed with, or DEADLINE_EXCEEDED at `deadline` (by the event loop's clock).
+        """
+        while True:
+            if self._error is not None:
+                raise self._error
+            now = self._loop.time()
+            if deadline is not None and now >= deadline:
+                raise StatusError(Code.DEADLINE_EXCEEDED, "the deadline passed while the request ran")
+            if not self._pending and self._num_open == 0:
+                return News.ENDED
+            due = self._due()
+            if now >= due:
+                self._sent_at = now
+                return self._take() if self._pending else News.SILENCE
+            await self._sleep(due if deadline is None else min(due, deadline))
+
+    def _due(self) -> float:
+        """When the next message must go."""
+        if self._urgent:
+            return self._sent_at
+        return self._sent_at + (self._pace.delta_seconds if self._pending else self._pace.ping_seconds)
+
+    async def _sleep(self, until: float) -> None:
+        self._wake.clear()
+        timer = self._loop.call_at(until, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            timer.cancel()
+
+    def _take(self) -> worker_pb2.TokenDeltas:
+        """As much as fits into one message, joined by choice. The rest stays urgent."""
+        message = worker_pb2.TokenDeltas()
+        deltas: dict[int, worker_pb2.TokenDelta] = {}
+        num_bytes = 0
+        while self._pending and (num_bytes == 0 or num_bytes + size(self._pending[0]) <= self._pace.message_bytes):
+            output = self._pending.popleft()
+            num_bytes += size(output)
+            delta = deltas.get(output.choice_index)
+            if delta is None:
+                delta = deltas[output.choice_index] = message.deltas.add(
+                    choice_index=output.choice_index, first_position=output.first_position
+                )
+            append(delta, output)
+        self._pending_bytes -= num_bytes
+        self._urgent = bool(self._pending)
+        return message

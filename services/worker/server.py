@@ -1,0 +1,81 @@
+"""WorkerService: one Generate call is one lease. The call's end, however it comes, is the lease's end."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import cast
+
+import grpc
+
+from forebay.v1 import worker_pb2, worker_pb2_grpc
+from services.common import errors
+from services.common.errors import Code, StatusError
+from services.worker.leases import Lease, Leases
+from services.worker.outbox import News, Pace
+from services.worker.wire import Served, check_target
+
+LEAST_SECONDS = 0.002
+"""gRPC rounds deadlines up to milliseconds: what has less left than this is late."""
+
+Request = worker_pb2.WorkerServiceGenerateRequest
+Response = worker_pb2.WorkerServiceGenerateResponse
+Context = grpc.aio.ServicerContext[Request, Response]
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Streams of tokens for gateways.
+
+    Written with `context.write` and not as a generator: a cancelled call then always raises in here, and never leaves a
+    generator behind that nobody resumes.
+    """
+
+    def __init__(self, leases: Leases, served: Served, incarnation: str, *, pace: Pace | None = None) -> None:
+        self._leases = leases
+        self._served = served
+        self._incarnation = incarnation
+        self._pace = pace or Pace()
+
+    async def Generate(self, request: Request, context: Context) -> None:  # type: ignore[override]  # a coroutine that writes will do, too
+        """Runs a leased request; see worker.proto."""
+        try:
+            deadline = _deadline(context)
+            check_target(request, self._served, self._incarnation)
+            lease = self._leases.admit(request)
+        except StatusError as error:
+            await errors.abort(context, error)
+        # The call's own end frees the blocks even where this coroutine is kept from its `finally`.
+        context.add_done_callback(lambda _: self._leases.end(lease))  # type: ignore[arg-type]  # the stub wants a class of its own
+        try:
+            await self._stream(lease, context, deadline)
+        except StatusError as error:
+            self._leases.end(lease)
+            await errors.abort(context, error)
+        finally:
+            self._leases.end(lease)
+
+    async def _stream(self, lease: Lease, context: Context, deadline: float | None) -> None:
+        await self._write(context, Response(accepted=worker_pb2.Accepted(fingerprint=self._served.fingerprint)))
+        while (news := await lease.outbox.next(deadline)) is not News.ENDED:
+            if news is News.SILENCE:
+                await self._write(context, Response(ping=worker_pb2.Ping(waiting=self._leases.is_waiting(lease))))
+            else:
+                await self._write(context, Response(deltas=news))
+        await self._write(context, Response(completed=worker_pb2.Completed(usage=lease.usage)))
+
+    async def _write(self, context: Context, response: Response) -> None:
+        """Sends a message; StatusError where the reader doesn't take it."""
+        write: Awaitable[None] = context.write(response)
+        try:
+            await asyncio.wait_for(write, self._pace.write_seconds)
+        except TimeoutError:
+            message = f"the reader took nothing for {self._pace.write_seconds:g} s"
+            raise StatusError(Code.RESOURCE_EXHAUSTED, message, reason="SLOW_READER") from None
+
+
+def _deadline(context: Context) -> float | None:
+    """The call's deadline by the event loop's clock. StatusError where it has passed on arrival."""
+    remaining = cast("float | None", context.time_remaining())  # the stub forgets calls without a deadline
+    if remaining is None:
+        return None
+    if remaining < LEAST_SECONDS:
+        raise StatusError(Code.DEADLINE_EXCEEDED, "the deadline had passed when the request came")
+    return asyncio.get_running_loop().time() + remaining

@@ -1,0 +1,49 @@
+"""What a worker reads from its environment. Read once, in __main__."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import ByteSize, Field, StringConstraints
+
+from services.common.settings import ServiceSettings
+
+LEVEL = "fp32"
+"""The weights level of the torch runner: a quantised file is dequantised when it is loaded."""
+
+
+class WorkerSettings(ServiceSettings):
+    """One device, one model. A field `x_y` is the variable FOREBAY_X_Y."""
+
+    model: Annotated[str, StringConstraints(min_length=1)] = Field(description="PATH[=NAME]: a GGUF file or a Hugging Face folder")
+    schedulers: str = Field("", description="host:port of every scheduler, separated by commas; the worker attaches to all of them")
+    listen_address: str = Field("127.0.0.1:0", pattern=r":\d+$", description="host:port of WorkerService; port 0: any")
+    advertised_address: str = Field("", description="host:port where gateways reach it; default: the address that it listens on")
+    worker_id: str = Field("", max_length=128, description="stable name of this worker; default: host name and process id")
+    node_id: str = Field("", max_length=128, description="name of the host, which groups its workers; default: the host name")
+    region: str = Field("", max_length=64, description="label for distance")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu or cuda:N")
+    num_blocks: int | None = Field(None, ge=2, description="cache blocks; default: as many as fit into kv_memory")
+    kv_memory: ByteSize = Field(ByteSize(512_000_000), gt=0, description="memory of the cache, such as 512MB or 2GiB")
+    block_size: int = Field(16, ge=1, le=256, description="tokens per cache block")
+    max_sequences: int = Field(32, ge=1, le=4096, description="most sequences in one step")
+    max_step_tokens: int = Field(128, ge=1, le=1 << 16, description="most tokens in one step; a larger number delays the others' tokens")
+    max_model_len: int | None = Field(None, ge=2, description="longest sequence in tokens; default: the model's, or what the cache holds")
+    num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a step; default: one per core")
+    prefix_cache: bool = Field(True, description="keep the blocks of ended sequences for prompts that begin alike")
+    drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, how long running requests may go on")
+
+    @property
+    def model_path(self) -> Path:
+        """The path part of `model`."""
+        return Path(self.model.rpartition("=")[0] or self.model)
+
+    @property
+    def model_name(self) -> str:
+        """The chosen name, or the file's own, without the level."""
+        path, _, name = self.model.rpartition("=")
+        return name if path else self.model_path.name.removesuffix(".gguf").lower()
+
+    @property
+    def scheduler_addresses(self) -> list[str]:
+        """host:port of each scheduler, without doubles."""
+        return list(dict.fromkeys(address.strip() for address in self.schedulers.split(",") if address.strip()))

@@ -1,0 +1,69 @@
+"""What the device says of itself: memory, temperature, power. Every field may be missing; none is guessed."""
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
+"""Names under which Linux reports processors, best first."""
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """One reading. Bytes, degrees Celsius, watts."""
+
+    memory_used_bytes: int
+    memory_total_bytes: int
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+
+
+class Sensors:
+    """The readings of one device ("cpu", "cuda:0"), taken at most once per `max_age_seconds`."""
+
+    def __init__(self, device: str, *, max_age_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._read_now = _read_cpu if device == "cpu" else lambda: _read_cuda(device)
+        self._max_age_seconds = max_age_seconds
+        self._clock = clock
+        self._read_at = self._clock()
+        self._reading = self._read_now()
+
+    def read(self) -> Telemetry:
+        """The newest reading."""
+        now = self._clock()
+        if now - self._read_at >= self._max_age_seconds:
+            self._read_at, self._reading = now, self._read_now()
+        return self._reading
+
+
+def device_name(device: str) -> str:
+    """The device's name, for people."""
+    if device != "cpu":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _read_cpu() -> Telemetry:
+    memory = psutil.virtual_memory()
+    return Telemetry(memory.total - memory.available, memory.total, temperature_celsius=_cpu_temperature())
+
+
+def _cpu_temperature() -> float | None:
+    """The hottest processor sensor. None in most containers and virtual machines, and off Linux."""
+    try:
+        sensors = psutil.sensors_temperatures()
+    except (AttributeError, OSError):
+        return None
+    for name in CPU_SENSORS:
+        if readings := [reading.current for reading in sensors.get(name, ()) if reading.current]:
+            return float(max(readings))
+    return None
+
+
+def _read_cuda(device: str) -> Telemetry:
+    free, total = torch.cuda.mem_get_info(device)
+    return Telemetry(total - free, total)

@@ -1,0 +1,187 @@
+"""A worker put together: engine thread, leases, gRPC service, schedulers, internal port; and its way up and down."""
+
+import asyncio
+import secrets
+import socket
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from forebay.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
+from services.common import log, rpc
+from services.common.errors import Code, StatusError
+from services.common.process import InternalHttp
+from services.worker.engine.engine import Engine
+from services.worker.engine_loop import STALL_SECONDS, EngineLoop, Turn
+from services.worker.leases import Leases
+from services.worker.metrics import Metrics
+from services.worker.node import Beat, Node
+from services.worker.outbox import Pace
+from services.worker.server import WorkerService
+from services.worker.settings import WorkerSettings
+from services.worker.telemetry import Sensors, device_name
+from services.worker.wire import Served
+
+SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+STALL_EXIT_SECONDS = 20.0
+"""A step loop that hangs for this long won't come back; only a new process helps."""
+
+WATCH_SECONDS = 0.25
+
+_logger = log.get(__name__)
+
+
+class EngineFailed(Exception):
+    """The engine failed or hangs: the process has to end and be started again."""
+
+
+class Worker:
+    """One engine in service. start, until, drain, stop: in this order, each once."""
+
+    def __init__(
+        self, engine: Engine, served: Served, settings: WorkerSettings, *, pace: Pace | None = None, beat: Beat | None = None
+    ) -> None:
+        self.incarnation = secrets.token_hex(8)
+        self._served = served
+        self._settings = settings
+        registry = CollectorRegistry()
+        self._metrics = Metrics(registry, model_name=served.model, max_model_len=served.max_model_len)
+        self.loop = EngineLoop(engine, observe=self._observe)
+        self.leases = Leases(self.loop, served, self._metrics, max_sequences=settings.max_sequences, pace=pace)
+        self._service = WorkerService(self.leases, served, self.incarnation, pace=pace)
+        self._sensors = Sensors(settings.device)
+        self._server = rpc.server()
+        self._internal = InternalHttp(settings.internal_address, registry, self.why_not_ready, sound=self._why_not_sound)
+        self._beat = beat
+        self.address = ""
+        self.internal_address = ""
+
+    async def start(self) -> None:
+        """Listens, and begins to attach. OSError names an address that is taken."""
+        settings = self._settings
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._service, self._server)
+        self._health = rpc.add_standard_services(self._server, [SERVICE_NAME], internal=True)
+        port = rpc.bind(self._server, settings.listen_address)
+        self.address = f"{settings.listen_address.rpartition(':')[0]}:{port}"
+        internal_port = await self._internal.start()
+        self.internal_address = f"{settings.internal_address.rpartition(':')[0]}:{internal_port}"
+        self.loop.start()
+        await self._server.start()
+        self.node = Node(settings.scheduler_addresses, self._register(), self.heartbeat, self.leases.revoke, beat=self._beat)
+        self.leases.on_room = self.node.nudge
+        self.node.start()
+        self._watch = asyncio.create_task(self._watch_health(), name="watch health")
+
+    async def until(self, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set. EngineFailed when the engine is lost."""
+        stopped = asyncio.create_task(stop.wait())
+        any_of: set[asyncio.Future[Any]] = {stopped, self._watch, self.loop.failed}
+        await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if self.loop.failed.done():
+            raise EngineFailed(f"the engine failed: {self.loop.failed.result()!r}")
+        if self._watch.done():
+            self._watch.result()
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no new work and lets what runs go on for so long; what is left then has to be placed again."""
+        self.leases.draining = True
+        await rpc.set_health(self._health, serving=False, service_names=[SERVICE_NAME])
+        self.node.nudge()
+        _logger.info("draining", num_requests=len(self.leases), seconds=seconds)
+        if not await self.leases.idle(seconds):
+            self.leases.fail_all(StatusError(Code.UNAVAILABLE, "this worker is stopping; place again", reason="DRAINED"))
+
+    async def stop(self) -> None:
+        """Leaves the schedulers, ends the calls, the thread and the ports."""
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        await self.node.stop()
+        await self._server.stop(grace=0.5)
+        await self.loop.stop()
+        await self._internal.stop()
+
+    def why_not_ready(self) -> str | None:
+        """None when the worker takes work."""
+        if self.leases.draining:
+            return "draining"
+        if (reason := self._why_not_sound()) is not None:
+            return reason
+        if self._settings.scheduler_addresses and not self.node.num_attached:
+            return "no scheduler has been reached"
+        return None
+
+    def heartbeat(self) -> scheduler_pb2.Heartbeat:
+        """The worker as it is now."""
+        stats, reading = self.loop.last_turn.stats, self._sensors.read()
+        return scheduler_pb2.Heartbeat(
+            leases=self.leases.progress(),
+            num_used_blocks=stats.num_used_blocks,
+            num_cached_blocks=stats.num_cached_blocks,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            utilization=self.loop.utilization,
+            step_seconds=self.loop.step_seconds,
+            tokens_per_second=self.loop.tokens_per_second,
+            memory_used_bytes=reading.memory_used_bytes,
+            memory_total_bytes=reading.memory_total_bytes,
+            temperature_celsius=reading.temperature_celsius,
+            power_watts=reading.power_watts,
+            draining=self.leases.draining,
+            healthy=self.loop.healthy,
+        )
+
+    def _register(self) -> scheduler_pb2.Register:
+        settings, served = self._settings, self._served
+        model = scheduler_pb2.WorkerModel(
+            model=served.model,
+            version=served.version,
+            block_size=served.block_size,
+            num_blocks=served.num_blocks,
+            max_model_len=served.max_model_len,
+            loaded=True,
+            fingerprint=served.fingerprint,
+        )
+        return scheduler_pb2.Register(
+            worker_id=settings.worker_id or f"{socket.gethostname()}-{self.address.rpartition(':')[2]}",
+            incarnation=self.incarnation,
+            address=settings.advertised_address or reachable(self.address),
+            node_id=settings.node_id or socket.gethostname(),
+            device=device_name(settings.device),
+            models=[model],
+            max_sequences=settings.max_sequences,
+            region=settings.region,
+        )
+
+    def _observe(self, turn: Turn) -> None:
+        num_step_tokens = turn.step.num_tokens if turn.step else 0
+        self._metrics.observe_turn(turn.stats, num_step_tokens=num_step_tokens, num_stale_outputs=self.loop.num_stale_outputs)
+
+    def _why_not_sound(self) -> str | None:
+        if self.loop.failed.done():
+            return "the engine has failed"
+        if not self.loop.healthy:
+            return f"the step loop has had work and made no progress for {self.loop.stalled_seconds:.0f} s (limit {STALL_SECONDS:.0f})"
+        return None
+
+    async def _watch_health(self) -> None:
+        """Tells health checks what the step loop does. EngineFailed when it hangs for good."""
+        told: bool | None = None
+        while True:
+            healthy = self.loop.healthy
+            if healthy != told:
+                told = healthy
+                self._metrics.healthy.set(healthy)
+                await rpc.set_health(self._health, serving=healthy and not self.leases.draining, service_names=[SERVICE_NAME])
+                self.node.nudge()
+            if self.loop.stalled_seconds > STALL_EXIT_SECONDS:
+                self.leases.fail_all(StatusError(Code.INTERNAL, "the step loop hangs; this worker is stopping", reason="ENGINE_HANGS"))
+                raise EngineFailed(f"the step loop has made no progress for {self.loop.stalled_seconds:.0f} s")
+            await asyncio.sleep(WATCH_SECONDS)
+
+
+def reachable(address: str) -> str:
+    """An address for others: where the worker listens on every interface, this host's name."""
+    host, _, port = address.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]", "") else address  # noqa: S104

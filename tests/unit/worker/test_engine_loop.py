@@ -1,0 +1,215 @@
+"""The engine's thread: what goes in, what comes out, and how one sees that it hangs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.common.errors import Code, StatusError
+from services.worker.engine.config import EngineConfig
+from services.worker.engine.engine import Engine
+from services.worker.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
+from services.worker.engine_loop import EngineLoop, Step, StepWindow, Turn
+from tests.worker_harness import VOCAB_SIZE, ToyRunner, continuation, until
+
+
+class Clock:
+    """A time that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Collected:
+    """A sink."""
+
+    def __init__(self) -> None:
+        self.outputs: list[TokenOutput] = []
+        self.error: StatusError | None = None
+
+    def push(self, output: TokenOutput) -> None:
+        self.outputs.append(output)
+
+    def fail(self, error: StatusError) -> None:
+        self.error = error
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+    @property
+    def ended(self) -> bool:
+        return self.error is not None or any(output.finish_reason for output in self.outputs)
+
+
+class Running:
+    """A loop on its thread, and all its turns."""
+
+    def __init__(self) -> None:
+        self.runner = ToyRunner()
+        self.clock = Clock()
+        self.turns: list[Turn] = []
+        config = EngineConfig(block_size=4, num_blocks=16, max_sequences=4, max_step_tokens=8)
+        self.engine = Engine(self.runner, config, vocab_size=VOCAB_SIZE, max_model_len=512)
+        self.loop = EngineLoop(self.engine, clock=self.clock, observe=self.turns.append)
+
+    def add(self, request_id: str, *, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5, n: int = 1) -> Collected:
+        sink = Collected()
+        self.loop.add(EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, temperature=0, seed=1), n=n), sink)
+        return sink
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Running]:
+    self = Running()
+    self.loop.start()
+    try:
+        yield self
+    finally:
+        self.runner.release()
+        assert await self.loop.stop()
+
+
+async def test_outputs_come_to_their_own_sinks() -> None:
+    async with running() as self:
+        sinks = [self.add(f"r{number}", prompt=(number, 2)) for number in range(3)]
+        await until(lambda: all(sink.ended for sink in sinks))
+        assert [sink.tokens for sink in sinks] == [continuation([number, 2], 5) for number in range(3)]
+        assert self.loop.num_requests == 0
+
+
+async def test_a_step_is_one_wake_up_of_the_event_loop() -> None:
+    async with running() as self:
+        self.runner.hold()
+        sinks = [self.add(f"r{number}") for number in range(3)]
+        self.runner.release()
+        await until(lambda: all(sink.ended for sink in sinks))
+        steps = [turn for turn in self.turns if turn.step]
+        assert len(steps) == self.runner.num_steps
+        assert max(len(turn.outputs) for turn in steps) == 3
+
+
+async def test_without_work_the_thread_sleeps() -> None:
+    async with running() as self:
+        sink = self.add("r")
+        await until(lambda: sink.ended)
+        turns = len(self.turns)
+        await asyncio.sleep(0.05)
+        assert len(self.turns) == turns
+
+
+async def test_an_abort_frees_the_blocks_and_silences_the_sink() -> None:
+    async with running() as self:
+        self.runner.hold_at_output(2)
+        sink = self.add("r", max_tokens=30)
+        await until(lambda: len(sink.tokens) == 2)
+        assert self.loop.last_turn.stats.num_used_blocks > 0
+        self.loop.abort("r")
+        self.loop.abort("r")
+        self.loop.abort("never there")
+        self.runner.release()
+        await until(lambda: self.loop.last_turn.stats.num_used_blocks == 0)
+        assert len(sink.tokens) == 2
+        self.engine.check_integrity()
+
+
+async def test_late_news_of_an_ended_request_is_counted_and_ignored() -> None:
+    async with running() as self:
+        self.runner.hold()
+        sink = self.add("r")
+        await until(lambda: self.loop.last_turn.stats.num_waiting == 0)
+        self.loop.abort("r")
+        late = TokenOutput("r", 0, 0, [1], finish_reason=FinishReason.STOP)
+        unknown = TokenOutput("unknown", 0, 0, [1])
+        self.loop._deliver(Turn(self.engine.stats(), {}, [late, late, unknown]))
+        assert self.loop.num_stale_outputs == 3
+        assert not sink.outputs
+        self.runner.release()
+        other = self.add("other")
+        await until(lambda: other.ended)
+        assert len(other.tokens) == 5
+
+
+async def test_what_can_never_fit_fails_alone() -> None:
+    async with running() as self:
+        big, small = self.add("big", prompt=(1,) * 80), self.add("small")
+        await until(lambda: big.ended and small.ended)
+        assert big.error is not None
+        assert big.error.code is Code.INVALID_ARGUMENT
+        assert "blocks" in big.error.message
+        assert len(small.tokens) == 5
+
+
+async def test_an_engine_failure_fails_every_request_and_all_that_follow() -> None:
+    async with running() as self:
+        self.runner.breaks_at_step = 3
+        sinks = [self.add(f"r{number}") for number in range(3)]
+        error = await asyncio.wait_for(asyncio.shield(self.loop.failed), 5)
+        assert "the device is gone" in str(error)
+        sinks.append(self.add("late"))
+        assert [sink.error.code for sink in sinks if sink.error] == [Code.INTERNAL] * 4
+        assert not self.loop.healthy
+
+
+async def test_work_without_progress_for_ten_seconds_is_not_healthy() -> None:
+    async with running() as self:
+        self.clock.now += 100
+        assert self.loop.healthy, "idle is healthy"
+        self.runner.hold()
+        sink = self.add("r")
+        self.clock.now += 9.9
+        assert self.loop.healthy
+        self.clock.now += 0.2
+        assert not self.loop.healthy
+        self.runner.release()
+        await until(lambda: sink.ended)
+        assert self.loop.healthy
+
+
+async def test_an_aborted_request_does_not_hide_a_hanging_step() -> None:
+    async with running() as self:
+        self.runner.hold()
+        self.add("r")
+        self.loop.abort("r")
+        self.clock.now += 11
+        assert not self.loop.healthy
+
+
+async def test_steps_that_compute_nothing_are_not_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as self:
+        steps = []
+        monkeypatch.setattr(self.engine, "step", lambda now: steps.append(now) or [])
+        self.add("r")
+        await until(lambda: len(steps) > 2)
+        self.clock.now += 11
+        await until(lambda: len(steps) > 5)
+        assert not self.loop.healthy
+        self.loop.abort("r")
+
+
+async def test_a_long_prefill_is_progress_without_a_token() -> None:
+    async with running() as self:
+        self.runner.hold_at_step(4)
+        self.add("r", prompt=(1,) * 50)
+        for _ in range(3):
+            self.clock.now += 4
+        await until(lambda: self.runner.num_steps == 3)
+        assert sum(turn.step.num_tokens for turn in self.turns if turn.step) == 24
+        self.loop.abort("r")
+
+
+def test_the_window_is_the_last_second() -> None:
+    window = StepWindow()
+    window.record(Step(0.0, 0.5, 10, 4))
+    window.record(Step(0.6, 0.8, 10, 6))
+    assert window.utilization(1.0) == pytest.approx(0.7)
+    assert window.step_seconds(1.0) == pytest.approx(0.35)
+    assert window.tokens_per_second(1.0) == 10
+    assert window.utilization(1.3) == pytest.approx(0.4)
+    assert window.utilization(1.3, running_since=1.1) == pytest.approx(0.6)
+    assert window.utilization(9.0, running_since=1.1) == 1.0
+    assert (window.utilization(9.0), window.step_seconds(9.0), window.tokens_per_second(9.0)) == (0, 0, 0)

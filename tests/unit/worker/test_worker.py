@@ -1,0 +1,168 @@
+"""A worker as a whole: readiness, health, drain, fatal errors, metrics."""
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common import rpc
+from services.common.errors import from_rpc
+from services.worker import worker as worker_module
+from services.worker.worker import SERVICE_NAME, EngineFailed, reachable
+from tests.worker_harness import Harness, continuation, hear, serving, until
+
+
+async def health(worker: Harness, service: str = "") -> int:
+    async with rpc.channel(worker.worker.address) as channel:
+        return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+async def until_health(worker: Harness, wanted: int) -> None:
+    async with asyncio.timeout(5):
+        while await health(worker, SERVICE_NAME) != wanted:  # noqa: ASYNC110  # a health check is asked again and again
+            await asyncio.sleep(0.01)
+
+
+async def test_a_fresh_worker_is_ready() -> None:
+    async with serving() as worker:
+        assert (await worker.http.get("/ready")).status_code == 200
+        assert (await worker.http.get("/health")).status_code == 200
+        await until_health(worker, health_pb2.HealthCheckResponse.SERVING)
+        assert await health(worker) == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_worker_without_its_scheduler_is_not_ready() -> None:
+    async with serving(schedulers="127.0.0.1:1") as worker:
+        answer = await worker.http.get("/ready")
+        assert (answer.status_code, answer.text) == (503, "not ready: no scheduler has been reached\n")
+
+
+async def test_a_hanging_step_loop_is_told_and_then_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as worker:
+        await until_health(worker, health_pb2.HealthCheckResponse.SERVING)
+        worker.runner.hold()
+        call = worker.stub.Generate(worker.request())
+        await call.read()
+        loop = worker.worker.loop
+        monkeypatch.setattr(loop, "_clock", lambda: loop._progressed_at + 11)
+        assert (await worker.http.get("/ready")).status_code == 503
+        assert "no progress for 11 s" in (await worker.http.get("/health")).text
+        assert not worker.worker.heartbeat().healthy
+        await until_health(worker, health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert await worker.metric("forebay_worker_step_loop_healthy") == 0
+        monkeypatch.setattr(loop, "_clock", lambda: loop._progressed_at + worker_module.STALL_EXIT_SECONDS + 1)
+        with pytest.raises(EngineFailed, match="no progress"):
+            await asyncio.wait_for(worker.worker.until(asyncio.Event()), 5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await hear(call)
+        assert from_rpc(caught.value).reason == "ENGINE_HANGS"
+
+
+async def test_an_engine_failure_reaches_every_client_and_ends_the_process() -> None:
+    async with serving() as worker:
+        worker.runner.breaks_at_step = 4
+        worker.runner.hold_at_step(2)
+        calls = [worker.stub.Generate(worker.request(f"r{number}", max_tokens=50)) for number in range(4)]
+        for call in calls:
+            await call.read()
+        worker.runner.release()
+        with pytest.raises(EngineFailed, match="the device is gone"):
+            await asyncio.wait_for(worker.worker.until(asyncio.Event()), 5)
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await hear(call)
+            assert (caught.value.code(), from_rpc(caught.value).reason) == (grpc.StatusCode.INTERNAL, "ENGINE_FAILED")
+        assert (await worker.http.get("/health")).status_code == 503
+
+
+async def test_a_drain_lets_what_runs_go_on_and_takes_nothing_new() -> None:
+    async with serving() as worker:
+        worker.runner.hold()
+        call = worker.stub.Generate(worker.request())
+        await call.read()
+        draining = asyncio.create_task(worker.worker.drain(30))
+        await until(lambda: worker.worker.leases.draining)
+        assert worker.worker.heartbeat().draining
+        assert (await worker.http.get("/ready")).text == "not ready: draining\n"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await hear(worker.stub.Generate(worker.request("late")))
+        assert (caught.value.code(), from_rpc(caught.value).reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        await until_health(worker, health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert not draining.done()
+        worker.runner.release()
+        assert (await hear(call)).tokens() == continuation([1, 2, 3], 8)
+        await asyncio.wait_for(draining, 5)
+
+
+async def test_what_outlasts_a_drain_is_told_to_go_elsewhere() -> None:
+    async with serving() as worker:
+        worker.runner.hold()
+        call = worker.stub.Generate(worker.request())
+        await call.read()
+        await worker.worker.drain(0.01)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await hear(call)
+        assert (caught.value.code(), from_rpc(caught.value).reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINED")
+
+
+async def test_a_stop_signal_ends_the_service() -> None:
+    async with serving() as worker:
+        stop = asyncio.Event()
+        serving_on = asyncio.create_task(worker.worker.until(stop))
+        await asyncio.sleep(0)
+        stop.set()
+        await asyncio.wait_for(serving_on, 1)
+
+
+async def test_metrics_have_the_names_that_dashboards_ask_for() -> None:
+    async with serving() as worker:
+        model = {"model_name": "toy@fp32"}
+        prompt = list(range(20))
+        for number in range(2):
+            await hear(worker.stub.Generate(worker.request(f"r{number}", prompt=prompt, max_tokens=6, n=2)))
+        await worker.idle()
+        metric = worker.metric
+        assert await metric("vllm:num_requests_running", **model) == 0
+        assert await metric("vllm:num_requests_waiting", **model) == 0
+        assert await metric("vllm:kv_cache_usage_perc", **model) == 0
+        assert await metric("vllm:prompt_tokens_total", **model) == 40
+        assert await metric("vllm:generation_tokens_total", **model) == 24
+        assert await metric("vllm:prefix_cache_queries_total", **model) >= 40
+        assert await metric("vllm:prefix_cache_hits_total", **model) >= 16
+        assert await metric("vllm:num_preemptions_total", **model) == 0
+        assert await metric("vllm:request_success_total", finished_reason="length", **model) == 2
+        assert await metric("vllm:request_success_total", finished_reason="abort", **model) == 0
+        assert await metric("vllm:time_to_first_token_seconds_count", **model) == 2
+        assert await metric("vllm:time_to_first_token_seconds_bucket", le="0.06", **model) <= 2
+        for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
+            assert await metric(f"vllm:{name}_count", **model) == 20
+        assert await metric("vllm:e2e_request_latency_seconds_count", **model) == 2
+        assert await metric("vllm:request_prompt_tokens_sum", **model) == 40
+        assert await metric("vllm:request_generation_tokens_sum", **model) == 24
+        assert await metric("vllm:request_params_n_sum", **model) == 4
+        assert await metric("vllm:request_params_max_tokens_sum", **model) == 12
+        assert await metric("vllm:iteration_tokens_total_count", **model) == worker.runner.num_steps
+
+
+async def test_prefix_hits_are_in_the_usage() -> None:
+    async with serving() as worker:
+        prompt = list(range(20))
+        first = await hear(worker.stub.Generate(worker.request("r1", prompt=prompt)))
+        second = await hear(worker.stub.Generate(worker.request("r2", prompt=prompt)))
+        assert first.events[-1].completed.usage.cached_tokens == 0
+        assert second.events[-1].completed.usage.cached_tokens == 16
+        other = await hear(worker.stub.Generate(worker.request("r3", prompt=prompt, cache_salt=b"t" * 32)))
+        assert other.events[-1].completed.usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("listens", ["127.0.0.1:70", "[::1]:70", "host:70"])
+def test_a_chosen_address_is_advertised_as_it_is(listens: str) -> None:
+    assert reachable(listens) == listens
+
+
+@pytest.mark.parametrize("listens", ["0.0.0.0:70", "[::]:70"])
+def test_every_interface_is_advertised_as_this_host(listens: str) -> None:
+    host, _, port = reachable(listens).rpartition(":")
+    assert port == "70"
+    assert host not in ("0.0.0.0", "[::]", "")
