@@ -34,7 +34,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 CONFIGS: dict[str, PreTrainedConfig] = {

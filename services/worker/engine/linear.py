@@ -26,6 +26,7 @@ class Linear:
         self.row_sizes = linear_row_sizes(*self.weight.shape, weight.dtype, torch.get_num_threads()) if weight.device.type == "cpu" else ()
 
     def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()  # a transposed operand is another kernel
         product = self._in_pieces(x) if self.row_sizes else torch.mm(x, self.weight)
         return product if self.bias is None else product.add_(self.bias)
 

@@ -41,8 +41,8 @@ class Split:
 
     num_tiles: int
     rows: Tensor  # [2 * num_tiles * num_kv_heads * rows per split] into the cache's rows of layer 0
-    hidden: Tensor | None  # [num_tiles, 1, num_rows, SPLIT] bool; None: every row sees all of the split
-    unwritten: tuple[Tensor, Tensor] | None  # (tile, slot) pairs that may hold anything, NaN too
+    bias: Tensor | None  # [num_tiles, 1, num_rows, SPLIT]: 0 where a row sees a key, else -inf; None: every row sees all
+    unwritten: Tensor | None  # slots among the gathered, [2 * num_tiles * num_kv_heads * SPLIT], that may hold anything, NaN too
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Group:
     """Tiles with the same number of tokens, longest context first."""
 
     num_tokens: int  # of one tile
-    tokens: Tensor  # [num_tiles * num_tokens]
+    tokens: Tensor | None  # [num_tiles * num_tokens] in the step; None: all of the step, in order
     num_rows: int  # of one tile and key/value head: num_tokens * group_size, filled up to a safe size
     splits: tuple[Split, ...]
 
@@ -92,6 +92,8 @@ class PagedAttention:
         rows.index_copy_(0, plan.value_rows, values.reshape(-1, head_dim))
         gathered = kv.layer_rows(layer, plan.unit)
         queries = queries.float() * self.scale
+        if plan.groups[0].tokens is None:
+            return self._attend(queries, gathered, plan.groups[0]).to(keys.dtype)
         out = torch.empty_like(queries)
         for group in plan.groups:
             out.index_copy_(0, group.tokens, self._attend(queries.index_select(0, group.tokens), gathered, group))
@@ -104,25 +106,31 @@ class PagedAttention:
         q = queries.view(-1, group.num_tokens, num_kv_heads, group_size, head_dim).transpose(1, 2).reshape(-1, used_rows, head_dim)
         if group.num_rows > used_rows:
             q = F.pad(q, (0, 0, 0, group.num_rows - used_rows))
-        top = q.new_full((q.shape[0], group.num_rows, 1), _LOWEST)
-        total = torch.zeros_like(top)
-        weighted = torch.zeros_like(q)
-        for split in group.splits:
+        first, *others = group.splits
+        top, total, weighted = self._softmax(q, cache_rows, first, None)
+        for split in others:
             active = slice(split.num_tiles * num_kv_heads)
-            k, v = cache_rows.index_select(0, split.rows).float().view(2, -1, SPLIT, head_dim)
-            if split.unwritten is not None:
-                v.view(split.num_tiles, num_kv_heads, SPLIT, head_dim).transpose(1, 2)[split.unwritten] = 0
-            scores = torch.bmm(q[active], k.transpose(1, 2))
-            if split.hidden is not None:
-                scores.view(split.num_tiles, num_kv_heads, group.num_rows, SPLIT).masked_fill_(split.hidden, -torch.inf)
-            new_top = torch.maximum(top[active], scores.amax(-1, keepdim=True))
+            new_top, new_total, new_weighted = self._softmax(q[active], cache_rows, split, top[active])
             kept = (top[active] - new_top).exp_()
-            scores.sub_(new_top).exp_()
             top[active] = new_top
-            total[active] = total[active] * kept + scores.sum(-1, keepdim=True)
-            weighted[active] = weighted[active] * kept + torch.bmm(scores, v)
+            total[active] = (total[active] * kept).add_(new_total)
+            weighted[active] = (weighted[active] * kept).add_(new_weighted)
         out = weighted.div_(total)[:, :used_rows].view(-1, num_kv_heads, group.num_tokens, group_size, head_dim)
         return out.transpose(1, 2).reshape(queries.shape)
+
+    def _softmax(self, q: Tensor, cache_rows: Tensor, split: Split, top: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """One split: (highest score so far, sum of exp(score - highest), that sum weighted by values), [rows.., 1 or head_dim]."""
+        slots = cache_rows.index_select(0, split.rows).float().view(-1, self.config.head_dim)
+        if split.unwritten is not None:
+            slots.index_fill_(0, split.unwritten, 0)
+        k, v = slots.view(2, -1, SPLIT, self.config.head_dim)
+        scores = torch.bmm(q, k.transpose(1, 2))
+        if split.bias is not None:
+            scores.view(split.num_tiles, -1, *scores.shape[1:]).add_(split.bias)
+        new_top = scores.amax(-1, keepdim=True)
+        new_top = new_top.clamp_(min=_LOWEST) if top is None else torch.maximum(top, new_top)
+        scores.sub_(new_top).exp_()
+        return new_top, scores.sum(-1, keepdim=True), torch.bmm(scores, v)
 
     def _tiles(self, metadata: AttentionMetadata) -> Iterator[list[Tile]]:
         """The tiles of each group."""
@@ -144,7 +152,8 @@ class PagedAttention:
         device = kv.pages.device
         num_tokens = tiles[0].num_tokens
         first_tokens = torch.tensor([tile.first_token for tile in tiles])
-        tokens = (first_tokens[:, None] + torch.arange(num_tokens)).flatten().to(device)
+        tokens = (first_tokens[:, None] + torch.arange(num_tokens)).flatten()
+        whole = torch.equal(tokens, torch.arange(sum(metadata.query_lengths)))
         used_rows = num_tokens * self.config.group_size
         num_rows = next((size for size in reversed(self.row_sizes) if size >= used_rows), used_rows)
         contexts = torch.tensor([tile.context for tile in tiles], device=device)
@@ -158,7 +167,7 @@ class PagedAttention:
         for index in range(first, -(-tiles[0].context // SPLIT)):
             count = sum(tile.context > index * SPLIT for tile in tiles)
             splits.append(self._split(index, count, lowest, positions[:count], contexts[:count], tables[:count], kv, unit))
-        return Group(num_tokens, tokens, num_rows, tuple(splits))
+        return Group(num_tokens, None if whole else tokens.to(device), num_rows, tuple(splits))
 
     def _split(
         self, index: int, num_tiles: int, lowest: int, positions: Tensor, contexts: Tensor, tables: Tensor, kv: KVCache, unit: int
@@ -168,23 +177,26 @@ class PagedAttention:
         start = index * SPLIT
         starts = torch.arange(start, start + SPLIT, unit, device=device)  # [units]
         places = (starts // kv.block_size).clamp(max=tables.shape[1] - 1)
-        # Beyond the context any row will do, as it is masked: the first block is the sequence's own and near.
-        blocks = torch.where(starts < contexts[:, None], tables[:, places], tables[:, :1])  # [num_tiles, units]
         per_head = kv.block_size // unit
         page = config.num_layers * 2 * config.num_kv_heads * per_head
+        # Beyond the context any row will do, as it is masked: the sequence's first is its own and near.
+        within = starts < contexts[:, None]  # [num_tiles, units]
+        first_rows = torch.where(within, tables[:, places], tables[:, :1]) * page + torch.where(within, (starts % kv.block_size) // unit, 0)
         sides = torch.arange(2 * config.num_kv_heads, device=device).view(2, 1, -1, 1) * per_head
-        rows = blocks[None, :, None] * page + sides + (starts % kv.block_size) // unit  # [2, num_tiles, num_kv_heads, units]
+        rows = first_rows[None, :, None] + sides  # [2, num_tiles, num_kv_heads, units]
+        bias, unwritten = None, None
         keys = torch.arange(start, start + SPLIT, device=device)
-        all_seen = start + SPLIT <= lowest + 1 and config.sliding_window is None
-        hidden = None
-        if not all_seen:
+        if start + SPLIT > lowest + 1 or config.sliding_window is not None:
             hidden = keys > positions[:, :, None]
             if config.sliding_window is not None:
                 hidden |= keys <= positions[:, :, None] - config.sliding_window
-            hidden = hidden[:, None]
-        stale = keys >= contexts[:, None]
-        unwritten = torch.nonzero(stale, as_tuple=True) if bool(stale.any()) else None
-        return Split(num_tiles, rows.flatten(), hidden, unwritten)
+            bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)[:, None]
+        # Slots gathered beside a context's that hold anything at all: no value may come through a mask, as 0 * NaN is NaN.
+        gathered = torch.where(within.repeat_interleave(unit, 1), keys, keys % unit)  # the position whose slot it is
+        stale = gathered >= contexts[:, None]
+        if bool(stale.any()):
+            unwritten = stale[None, :, None].expand(2, -1, config.num_kv_heads, -1).flatten().nonzero().flatten()
+        return Split(num_tiles, rows.flatten(), bias, unwritten)
 
 
 @lru_cache

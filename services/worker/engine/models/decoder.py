@@ -6,6 +6,7 @@ Knows no file format: it takes weights by their Hugging Face names. A row's bits
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.engine.attention.metadata import AttentionMetadata
@@ -26,9 +27,7 @@ class RMSNorm:
         self.epsilon = epsilon
 
     def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = wide.square().mean(-1, keepdim=True).add_(self.epsilon).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self.weight)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
 
 
 class MLP:
@@ -64,7 +63,7 @@ class Attention:
         if self.q_norm and self.k_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *turns), rotate(k, *turns)
-        return self.out(self.attend(self.layer, q, k, v, kv, plan).view(len(x), -1))
+        return self.out(self.attend(self.layer, q, k, v, kv, plan).flatten(1))
 
 
 class Layer:
