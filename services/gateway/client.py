@@ -61,6 +61,8 @@ class MeshCall:
         self.preemptions = 0
         self.first_token_seconds = 0.0
         mesh.budget.earn()
+        self.num_overrun_tokens = 0  # received behind the end of a choice
+        self.num_replacements = 0
         self._mesh = mesh
         self._generation = generation
         self._start = mesh.clock()
@@ -99,6 +101,7 @@ class MeshCall:
     def end_choice(self, index: int, num_tokens: int, reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_STOP) -> None:
         """The gateway ends a choice behind its first `num_tokens` tokens; later ones are neither passed on nor counted."""
         choice = self.choices[index]
+        self.num_overrun_tokens += len(choice.token_ids) - num_tokens
         del choice.token_ids[num_tokens:]
         choice.finish_reason = reason
         self._cut = True
@@ -122,7 +125,7 @@ class MeshCall:
                     return
                 if attempt == self._mesh.limits.max_attempts or not self._mesh.budget.spend():
                     raise unavailable(f"the request lost its worker {attempt} times ({lost}): try again", reason="WORKER_LOST") from lost
-                self._mesh.num_replacements += 1
+                self.num_replacements += 1
                 if lost.unreachable:
                     self._mesh.exclude(lease.worker_id)
                 else:
@@ -251,6 +254,7 @@ class MeshCall:
         for delta in deltas:
             choice = self.choices[delta.choice_index]
             if choice.finished:
+                self.num_overrun_tokens += len(delta.token_ids)
                 continue
             self._drop_known(delta, choice)
             if delta.finish_reason == types_pb2.FINISH_REASON_ERROR:

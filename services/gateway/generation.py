@@ -37,8 +37,9 @@ class Generations:
         observation = Observation(self._metrics, self._face, generation.model.name, CLASS_NAMES[generation.latency_class], time.monotonic())
         status = Code.CANCELLED
         self._metrics.running.labels(self._face).inc()
+        call = MeshCall(self._mesh, generation)
         try:
-            async with MeshCall(self._mesh, generation) as call, aclosing(_Run(generation, call).events()) as events:
+            async with call, aclosing(_Run(generation, call).events()) as events:
                 async for event in events:
                     if isinstance(event, inference_pb2.Delta):
                         observation.delta(event)
@@ -57,8 +58,7 @@ class Generations:
             ) from error
         finally:
             self._metrics.running.labels(self._face).dec()
-            self._metrics.replacements.set(self._mesh.num_replacements)
-            observation.ended(status.name)
+            observation.ended(status.name, num_overrun_tokens=call.num_overrun_tokens, num_replacements=call.num_replacements)
 
 
 class _Run:
@@ -122,7 +122,7 @@ class _Run:
         piece = stream.push(ids[: len(ids) - len(end)])
         if piece.stopped or news.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED:
             return piece
-        return Piece(piece.text + stream.finish(), [*piece.token_ids, *end])
+        return Piece(piece.text + stream.finish(), [*piece.token_ids, *end], stream.stopped)
 
     def _named(self, entry: types_pb2.PositionLogprobs) -> types_pb2.PositionLogprobs:
         """The entry with its tokens' texts and bytes."""

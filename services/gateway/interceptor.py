@@ -20,7 +20,7 @@ class _Malformed:
     why: str
 
 
-class Statuses(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # the stub leaves it untyped
+class Statuses(grpc.aio.ServerInterceptor):
     """Wraps the gateway's own methods; health and reflection keep theirs."""
 
     async def intercept_service(

@@ -79,7 +79,6 @@ class Mesh:
         self.limits = limits or MeshLimits()
         self.clock = clock
         self.budget = RetryBudget(self.limits.retry_capacity, self.limits.retry_ratio)
-        self.num_replacements = 0
         self._schedulers = [self._connect(address) for address in schedulers]
         self._turn = random.randrange(len(schedulers))  # noqa: S311  # spreads gateways, guards nothing
         self._workers: dict[str, _Worker] = {}

@@ -1,6 +1,7 @@
 """The gateway's metrics, forebay_*. Labels come from closed sets only: no ids, no orgs, no client's words."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -22,30 +23,23 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         request = ["face", "model", "latency_class"]
-        self.requests = Counter("forebay_requests", "Requests that ended, by gRPC status", [*request, "status"], registry=registry)
+
+        def counter(name: str, text: str, labels: Sequence[str] = request) -> Counter:
+            return Counter(f"forebay_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(f"forebay_{name}_seconds", text, request, buckets=buckets, registry=registry)
+
+        self.requests = counter("requests", "Requests that ended, by gRPC status", [*request, "status"])
+        self.ttft = histogram("time_to_first_token", "From admission to the first token")
+        self.itl = histogram("inter_token", "Gap between the tokens of a stream, averaged over each message", _ITL_SECONDS)
+        self.duration = histogram("request", "From admission to the end")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that produced an answer")
+        self.cached_tokens = counter("cached_prompt_tokens", "Those of them found in the prefix cache")
+        self.output_tokens = counter("output_tokens", "Tokens delivered")
+        self.overrun_tokens = counter("overrun_tokens", "Tokens received behind a stop string: never delivered, never billed")
+        self.replacements = Counter("forebay_replacements", "Requests placed again: a worker was lost or had no room", registry=registry)
         self.running = Gauge("forebay_requests_in_flight", "Requests that have not ended", ["face"], registry=registry)
-        self.ttft = Histogram(
-            "forebay_time_to_first_token_seconds", "From admission to the first token", request, buckets=_SECONDS, registry=registry
-        )
-        self.itl = Histogram(
-            "forebay_inter_token_seconds",
-            "Mean gap between tokens inside a request's stream, per delta",
-            request,
-            buckets=_ITL_SECONDS,
-            registry=registry,
-        )
-        self.duration = Histogram("forebay_request_seconds", "From admission to the end", request, buckets=_SECONDS, registry=registry)
-        self.prompt_tokens = Counter(
-            "forebay_prompt_tokens", "Prompt tokens of requests that produced an answer", request, registry=registry
-        )
-        self.cached_tokens = Counter("forebay_cached_prompt_tokens", "Those of them found in the prefix cache", request, registry=registry)
-        self.output_tokens = Counter("forebay_output_tokens", "Tokens delivered", request, registry=registry)
-        self.overrun_tokens = Counter(
-            "forebay_overrun_tokens", "Tokens computed behind a stop string: never delivered, never billed", ["model"], registry=registry
-        )
-        self.replacements = Gauge(
-            "forebay_replacements", "Requests placed again since the start, because a worker was lost or had no room", registry=registry
-        )
 
 
 @dataclass
@@ -73,9 +67,11 @@ class Observation:
         self.last_token = now
         self.metrics.output_tokens.labels(*labels).inc(len(delta.token_ids))
 
-    def ended(self, status: str) -> None:
+    def ended(self, status: str, *, num_overrun_tokens: int = 0, num_replacements: int = 0) -> None:
         """The end, whichever."""
         labels = (self.face, self.model, self.latency_class)
+        self.metrics.overrun_tokens.labels(*labels).inc(num_overrun_tokens)
+        self.metrics.replacements.inc(num_replacements)
         self.metrics.requests.labels(*labels, status).inc()
         self.metrics.duration.labels(*labels).observe(time.monotonic() - self.start)
         if self.usage is not None:

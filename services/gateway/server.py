@@ -81,7 +81,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 raise invalid("input", "there is nothing to count: set text or conversation")
         return inference_pb2.CountTokensResponse(num_tokens=len(ids), token_ids=ids, max_model_len=model.max_model_len)
 
-    async def ListModels(self, request: inference_pb2.ListModelsRequest, context: Context) -> inference_pb2.ListModelsResponse:
+    async def ListModels(self, _: inference_pb2.ListModelsRequest, context: Context) -> inference_pb2.ListModelsResponse:
         """See inference.proto."""
         await authenticate(self._gateway, context)
         return inference_pb2.ListModelsResponse(models=[_model(model) for model in self._gateway.catalogue.list()])
@@ -127,7 +127,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    async def GetFleet(self, request: admin_pb2.GetFleetRequest, context: Context) -> admin_pb2.GetFleetResponse:
+    async def GetFleet(self, _: admin_pb2.GetFleetRequest, context: Context) -> admin_pb2.GetFleetResponse:
         """See admin.proto."""
         (await authenticate(self._gateway, context)).require("operator")
         return await self._gateway.mesh.fleet()

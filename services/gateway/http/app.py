@@ -101,11 +101,11 @@ class Face:
         tokens = await count_tokens(model, text=text, messages=messages, names={"text": "prompt"})
         return _json({"count": len(tokens), "max_model_len": model.max_model_len, "tokens": list(tokens)})
 
-    async def health(self, request: Request) -> Response:
+    async def health(self) -> Response:
         """GET /health: the process answers."""
         return _json({"status": "ok"})
 
-    async def ready(self, request: Request) -> Response:
+    async def ready(self) -> Response:
         """GET /ready: it takes work; 503 says why not."""
         reason = self._gateway.why_not_ready()
         return _json({"status": "ready"}) if reason is None else _json({"status": "not ready", "reason": reason}, 503)
@@ -196,7 +196,7 @@ def _json(value: Mapping[str, Any], status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-async def _status_error(request: Request, error: Exception) -> Response:
+async def _status_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, StatusError)
     return errors.response(error)
 
@@ -212,6 +212,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return errors.response(errors.HttpError(error.status_code, message, reason), dict(error.headers or {}))
 
 
-async def _bug(request: Request, error: Exception) -> Response:
+async def _bug(_: Request, __: Exception) -> Response:
     """Ours: the server logs the trace, the client gets a typed end."""
     return errors.response(StatusError(Code.INTERNAL, "the gateway failed on this request: try again, and report it if it fails again"))

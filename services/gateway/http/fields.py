@@ -1,4 +1,4 @@
-"""The one rule for a body's fields: honoured, or refused by name; unknown ones are ignored and named, or refused where `strict` is asked for.
+"""The one rule for a body's fields: honoured, or refused by name. Unknown ones are ignored and named; `strict` refuses them, too.
 
 A field that OpenAI knows and we don't offer is accepted only with a value that asks for nothing. A field of another endpoint is refused.
 """
@@ -12,9 +12,14 @@ from starlette.requests import Request
 from services.common.errors import invalid
 
 SAMPLING = frozenset(
-    ["max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "seed", "n"]
-)  # fmt: skip
-_COMMON = frozenset(["model", "stream", "stream_options", "user", "service_tier", "strict", "logprobs"])
+    (
+        *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+        *("stop", "stop_token_ids", "ignore_eos"),
+    )
+)
+"""Fields that go to the validator under their own names, on both endpoints."""
+_COMMON = frozenset(("model", "stream", "stream_options", "user", "service_tier", "strict", "logprobs"))
 _MAX_NAMED = 20
 
 # Known to OpenAI clients, not offered: field -> values that ask for nothing. null always does.

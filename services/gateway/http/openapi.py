@@ -110,7 +110,9 @@ def _responses(*codes: int, streams: bool = False) -> Mapping[int | str, Any]:
     content: Schema = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    failures = {code: {"description": _ANSWERS[code], "content": {"application/json": {"schema": _ERROR}}} for code in codes}
+    failures: dict[int | str, Any] = {
+        code: {"description": _ANSWERS[code], "content": {"application/json": {"schema": _ERROR}}} for code in codes
+    }
     return {200: {"description": "The answer.", "content": content}, **failures}
 
 

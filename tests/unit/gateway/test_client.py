@@ -32,11 +32,8 @@ async def fleet(*scripts: Script, limits: MeshLimits = FAST) -> AsyncIterator[tu
 
 async def run(mesh: Mesh, **fields: Any) -> tuple[MeshCall, list[Any]]:
     """Everything that a generation's call says."""
-    events = []
     async with MeshCall(mesh, generation(**fields)) as call, aclosing(call.events()) as stream:
-        async for event in stream:
-            events.append(event)
-    return call, events
+        return call, [event async for event in stream]
 
 
 def ids_of(events: list[Any], choice: int = 0) -> list[int]:
