@@ -85,7 +85,7 @@ config-table: setup ## Write the settings table in README.md from the settings c
 	@$(BIN)/python tools/config_table.py README.md
 
 bench-serving: setup ## Load on a running mesh (make up): requests/s, TTFT and ITL as JSON lines
-	@$(BIN)/python bench/serving.py $(ARGS)
+	@$(BIN)/python -m bench.serving $(ARGS)
 
 compose-smoke: setup ## Build and run deploy/compose.yaml once (root; Debian; installs docker.io)
 	@deploy/compose-smoke.sh

@@ -1,0 +1,1 @@
+"""Benchmarks: each prints JSON lines and is run by a make target."""

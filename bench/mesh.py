@@ -1,0 +1,66 @@
+"""The mesh under load: the one that is up, or one started for the run on free ports in a folder of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from forebay.v1 import inference_pb2, inference_pb2_grpc
+from services.cli.home import Home
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where the two faces are, and the first model's facts."""
+
+    grpc_address: str
+    http_url: str
+    token: str
+    model: str
+    vocab_size: int
+
+    @property
+    def metadata(self) -> list[tuple[str, str]]:
+        """What every gRPC call carries."""
+        return [("authorization", f"Bearer {self.token}")]
+
+
+def find() -> Mesh:
+    """The mesh that `forebay up` keeps running from FOREBAY_HOME."""
+    home = Home.from_environment()
+    running = home.read()
+    if running is None:
+        sys.exit(f"no mesh is up from {home.path}: start one with `make up`, or pass --start")
+    return _described(running.grpc_address, running.http_base_url, running.token)
+
+
+@contextmanager
+def started(up_arguments: Sequence[str] = ()) -> Iterator[Mesh]:
+    """A mesh that lives as long as the block."""
+    with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
+        command = [sys.executable, "-m", "services.cli", "up", "--json", "--grpc-port", "0", "--http-port", "0", *up_arguments]
+        environment = {**os.environ, "FOREBAY_HOME": folder}
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            up = next((event for event in map(json.loads, process.stdout) if event["event"] == "up"), None)
+            if up is None:
+                sys.exit("the mesh did not come up")
+            yield _described(up["grpc_address"], up["http_base_url"], up["token"])
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
+def _described(grpc_address: str, http_url: str, token: str) -> Mesh:
+    with grpc.insecure_channel(grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        listed = stub.ListModels(inference_pb2.ListModelsRequest(), metadata=[("authorization", f"Bearer {token}")], timeout=10)
+    first = listed.models[0]
+    return Mesh(grpc_address, http_url, token, first.name, first.vocab_size)
