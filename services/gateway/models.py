@@ -1,31 +1,43 @@
 """The models that this gateway names: tokenizer and template from their files, and what the fleet says of them now."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from forebay.v1 import admin_pb2
+from forebay.v1 import admin_pb2, scheduler_pb2
+from services.common import log
+from services.common.errors import Code, FieldViolation, StatusError
+from services.gateway.text import gguf_vocabulary, hf_folder
+from services.gateway.text.gguf_metadata import ModelError, read_metadata
 from services.gateway.text.template import ChatTemplate
-from services.gateway.text.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import SpecialTokens, Tokenizer
+
+_log = log.get(__name__)
+
+_MAX_NAME_CHARS = 128
+_MAX_NAMED = 10  # models in an error
+_GGUF_FIELDS = frozenset(("general.architecture", "tokenizer.chat_template"))
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model as it is now. A request keeps the one it was admitted with."""
+    """One model as it is now. A request keeps the one that it was admitted with."""
 
     name: str
     aliases: tuple[str, ...]
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: ChatTemplate | None  # None: it can't chat
     context_len: int  # tokens, by its own files
     vocab_size: int
     created: int  # seconds since the epoch at which the gateway took it up
     level: str = "fp32"
     version: str = ""  # empty: no worker has shown it yet
-    max_model_len: int = 0  # tokens; the fleet's longest, or context_len
+    max_model_len: int = 0  # tokens: the longest of any worker; context_len while none is known
     fingerprint: str = ""
-    ready: bool = False
+    ready: bool = False  # whether a live worker has it loaded
 
     @property
     def full_name(self) -> str:
@@ -36,24 +48,129 @@ class ServedModel:
 class Catalogue:
     """Models by name and alias."""
 
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        """Raises ModelError where two models have one name, or there is none."""
+        self._models: dict[str, ServedModel] = {}
+        self._names: dict[str, str] = {}  # name or alias -> name
+        for model in models:
+            for name in dict.fromkeys((model.name, *model.aliases)):
+                if name in self._names:
+                    raise ModelError(f"two models are called {name!r}: give one another name")
+                self._names[name] = model.name
+            self._models[model.name] = model
+        if not self._models:
+            raise ModelError("no model is named: set FOREBAY_MODELS to PATH=NAME[|ALIAS...][,PATH=NAME...]")
+
     @classmethod
     def from_entries(cls, entries: str) -> Self:
         """`entries` is FOREBAY_MODELS: PATH=NAME[|ALIAS...], separated by commas. ModelError says what is wrong with which."""
-        raise NotImplementedError
+        return cls(_load_entry(entry.strip()) for entry in entries.split(",") if entry.strip())
 
-    def resolve(self, name: str) -> ServedModel:
-        """The model of a name or alias, or the only one for an empty name. Raises StatusError NOT_FOUND."""
-        raise NotImplementedError
+    def resolve(self, name: str, field: str = "model") -> ServedModel:
+        """The model of a name or alias, or the only one for an empty name. Raises NOT_FOUND, which blames `field`."""
+        if not name and len(self._models) == 1:
+            return next(iter(self._models.values()))
+        if name not in self._names:
+            known = ", ".join(sorted(self._models)[:_MAX_NAMED])
+            what = f"there is no model {name[:_MAX_NAME_CHARS]!a}" if name else f"{field} is missing"
+            message = f"{what}: this mesh serves {known}"
+            raise StatusError(Code.NOT_FOUND, message, reason="MODEL_NOT_FOUND", violations=[FieldViolation(field, message)])
+        return self._models[self._names[name]]
 
     def list(self) -> Sequence[ServedModel]:
         """All of them, by name."""
-        raise NotImplementedError
+        return [self._models[name] for name in sorted(self._models)]
 
     def update_fleet(self, fleet: admin_pb2.GetFleetResponse) -> None:
-        """Takes over what live workers say: version, level, length, fingerprint, readiness."""
-        raise NotImplementedError
+        """Takes over what live workers say: level, version, length, fingerprint, readiness.
+
+        Where workers differ, most of them decide: requests go to one version, and stay with it while it is among the most.
+        """
+        shown: dict[str, list[scheduler_pb2.WorkerModel]] = {name: [] for name in self._models}
+        for worker in fleet.workers:
+            for served in worker.registration.models if worker.ready else ():
+                name = served.model.rpartition("@")[0]
+                if served.loaded and name in shown:
+                    shown[name].append(served)
+        for name, candidates in shown.items():
+            self._models[name] = _as_shown(self._models[name], candidates)
+
+
+def _as_shown(model: ServedModel, candidates: Sequence[scheduler_pb2.WorkerModel]) -> ServedModel:
+    if not candidates:
+        return replace(model, ready=False)
+    counts = Counter((served.model, served.version) for served in candidates)
+    best = max(counts, key=lambda key: (counts[key], key == (model.full_name, model.version), key))
+    chosen = [served for served in candidates if (served.model, served.version) == best]
+    if model.version and best[1] != model.version:
+        _log.info("model_version", model=model.name, version=best[1], before=model.version)
+    return replace(
+        model,
+        level=best[0].rpartition("@")[2],
+        version=best[1],
+        max_model_len=max(served.max_model_len for served in chosen),
+        fingerprint=min(served.fingerprint for served in chosen),
+        ready=True,
+    )
+
+
+def _load_entry(entry: str) -> ServedModel:
+    place, separator, names = entry.rpartition("=")
+    name, *aliases = names.split("|")
+    if not separator or not place or not all((name, *aliases)):
+        raise ModelError(f"FOREBAY_MODELS has {entry!r}: it must be PATH=NAME or PATH=NAME|ALIAS")
+    return load_model(Path(place), name, aliases)
 
 
 def load_model(path: Path, name: str, aliases: Sequence[str] = ()) -> ServedModel:
-    """Tokenizer, template and shape of a GGUF file or a Hugging Face folder."""
-    raise NotImplementedError
+    """Tokenizer, template and shape of a GGUF file or a Hugging Face folder. Raises ModelError."""
+    for text in (name, *aliases):
+        if not text or len(text) > _MAX_NAME_CHARS or not text.isprintable() or "@" in text:
+            raise ModelError(f"{text!r} can't be a model's name: 1 to {_MAX_NAME_CHARS} printable characters without '@'")
+    if not path.exists():
+        raise ModelError(f"{path}: there is no such file or folder")
+    read = _read_folder if path.is_dir() else _read_gguf
+    tokenizer, template_source, context_len, vocab_size = read(path)
+    return ServedModel(
+        name=name,
+        aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias != name),
+        tokenizer=tokenizer,
+        template=_template(name, template_source, tokenizer.special),
+        context_len=context_len,
+        vocab_size=vocab_size,
+        created=int(time.time()),
+        max_model_len=context_len,
+    )
+
+
+Parts = tuple[Tokenizer, str | None, int, int]
+"""Tokenizer, source of the chat template, context length, vocabulary size."""
+
+
+def _read_folder(path: Path) -> Parts:
+    folder = hf_folder.read(path)
+    return folder.tokenizer, folder.template_source, folder.context_len, folder.vocab_size
+
+
+def _read_gguf(path: Path) -> Parts:
+    metadata = read_metadata(path, lambda key: key in _GGUF_FIELDS or key.startswith("tokenizer.ggml.") or key.endswith(".context_length"))
+    try:
+        tokenizer = gguf_vocabulary.build(metadata)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+    context_len = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    if not isinstance(context_len, int) or context_len < 1:
+        raise ModelError(f"{path}: its metadata has no context length")
+    source = metadata.get("tokenizer.chat_template")
+    return tokenizer, source if isinstance(source, str) else None, context_len, tokenizer.vocab_size
+
+
+def _template(name: str, source: str | None, special: SpecialTokens) -> ChatTemplate | None:
+    """None, and a warning, for a template that can't be read: the model still completes."""
+    if source is None:
+        return None
+    try:
+        return ChatTemplate(source, special)
+    except ModelError as error:
+        _log.warning("chat_template_unusable", model=name, why=str(error))
+        return None

@@ -1,11 +1,63 @@
-"""A model's chat template."""
+"""A model's chat template: a conversation in, its prompt out, by the conventions of Hugging Face. What a template may do is sandbox's."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from services.common import log
+from services.common.errors import StatusError, invalid
+from services.gateway.text import sandbox
+from services.gateway.text.gguf_metadata import ModelError
+from services.gateway.text.tokenizer import SpecialTokens
+
+_log = log.get(__name__)
+
+MAX_SOURCE_CHARS = 256 << 10
 
 
 class ChatTemplate:
-    """Renders conversations."""
+    """Renders conversations as the model was trained on them."""
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt. Raises StatusError INVALID_ARGUMENT with the template's own words where it refuses the conversation."""
-        raise NotImplementedError
+    def __init__(self, source: str, special: SpecialTokens) -> None:
+        """Raises ModelError where the source is no template."""
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ModelError(f"its chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are read")
+        try:
+            self._template = sandbox.ENVIRONMENT.from_string(source)
+        except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
+            raise ModelError(f"its chat template can't be read: {_one_line(error)}") from None
+        names = {"bos_token": special.bos, "eos_token": special.eos, "unk_token": special.unk, "pad_token": special.pad}
+        self._special = {name: token for name, token in names.items() if token}
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, name: str = "messages") -> str:
+        """The prompt of a conversation, to be encoded without further special tokens.
+
+        Raises INVALID_ARGUMENT that blames `name`, with the template's own words where it refuses the conversation (B34).
+        """
+        try:
+            with sandbox.bounded():
+                return self._template.render(
+                    messages=[dict(message) for message in messages],
+                    add_generation_prompt=add_generation_prompt,
+                    tools=None,
+                    documents=None,
+                    **self._special,
+                )
+        except sandbox.TemplateRefusal as error:
+            raise invalid(name, f"the model's chat template refuses the conversation: {_one_line(error)}") from None
+        except sandbox.TemplateLimit as error:
+            raise self._failed(name, str(error)) from None
+        except RecursionError:
+            raise self._failed(name, "nests too deeply") from None
+        except Exception as error:  # whatever a template's code can raise is about this template and conversation
+            raise self._failed(name, f"fails: {_one_line(error)}") from None
+
+    @staticmethod
+    def _failed(name: str, why: str) -> StatusError:
+        _log.warning("chat_template_failed", why=why)
+        return invalid(name, f"the model's chat template can't render this conversation: it {why}")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
