@@ -217,6 +217,30 @@ def test_one_that_was_preempted_too_often_waits_for_all_it_can_need() -> None:
     assert {key[0]: len(tokens) for key, (tokens, _) in endings.items()} == {"often": 7, "young": 9}
 
 
+def test_one_that_is_fully_reserved_gives_way_to_nobody() -> None:
+    engine = fake_engine(EngineConfig(num_blocks=12, block_size=1, max_step_tokens=64))
+    engine.add(EngineRequest("old", [1], greedy(10)))
+    engine.add(EngineRequest("often", [2, 3], greedy(6)))
+    engine.batcher.waiting[1].num_preemptions = batcher_module.MAX_PREEMPTIONS
+    counts = {}
+    while engine.has_work:
+        counts |= {output.request_id: output.num_preemptions for output in engine.step(0.0)}
+        engine.check_integrity()
+    assert counts == {"old": 1, "often": batcher_module.MAX_PREEMPTIONS}
+
+
+def test_nobody_overtakes_one_that_waits_for_room() -> None:
+    engine = fake_engine(EngineConfig(num_blocks=8, block_size=4, max_step_tokens=64))
+    engine.add(EngineRequest("running", [1] * 12, greedy(5)))
+    engine.step(0.0)
+    engine.add(EngineRequest("large", [2] * 20, greedy(1)))
+    engine.add(EngineRequest("small", [3], greedy(1)))
+    order = []
+    while engine.has_work:
+        order += [output.request_id for output in engine.step(0.0) if output.finish_reason]
+    assert order == ["running", "large", "small"]
+
+
 def test_a_lower_class_gives_way_first() -> None:
     engine = fake_engine(EngineConfig(num_blocks=8, block_size=1, max_step_tokens=64))
     engine.add(EngineRequest("batch", [1, 2], greedy(6), latency_class=3))
@@ -411,8 +435,9 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_choices_share_the_prompts_full_blocks_and_differ_behind_them(prefix_cache: bool) -> None:
-    engine = fake_engine(EngineConfig(num_blocks=64, block_size=4, max_step_tokens=8, prefix_cache=prefix_cache))
+@pytest.mark.parametrize("max_step_tokens", [8, 512])
+def test_choices_share_the_prompts_full_blocks_and_differ_behind_them(max_step_tokens: int, prefix_cache: bool) -> None:
+    engine = fake_engine(EngineConfig(num_blocks=64, block_size=4, max_step_tokens=max_step_tokens, prefix_cache=prefix_cache))
     engine.add(EngineRequest("r", list(range(18)), SamplingParams(max_tokens=6, seed=1, ignore_eos=True), n=4))
     while engine.stats().num_running < 4:
         engine.step(0.0)
@@ -512,21 +537,20 @@ def test_b33_few_rows_are_scored_at_once() -> None:
     assert max(rows) == batcher_module.MAX_SCORED_ROWS
 
 
-def test_scoring_survives_preemption_without_repeats() -> None:
-    engine = fake_engine(EngineConfig(num_blocks=14, block_size=2, max_step_tokens=3))
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_scoring_survives_preemption_without_repeats(prefix_cache: bool) -> None:
+    engine = fake_engine(EngineConfig(num_blocks=14, block_size=2, max_step_tokens=3, prefix_cache=prefix_cache))
     engine.add(EngineRequest("old", [1, 2], greedy(12)))
     engine.step(0.0)
     engine.add(EngineRequest("score", list(range(12)), greedy(4, prompt_logprobs=0)))
-    scored, preemptions = [], 0
+    sequence, scored = engine.batcher.waiting[0], []
     while engine.has_work:
         for output in engine.step(0.0):
             scored += output.prompt_logprobs
-            if output.request_id == "score":
-                preemptions = output.num_preemptions
-        if len(scored) == 7 and not preemptions:
-            engine.batcher._preempt(engine.batcher.running[-1])
+        if len(scored) == 7 and not sequence.num_preemptions:
+            engine.batcher._preempt(sequence)
     assert [position.chosen.token_id for position in scored] == list(range(12))
-    assert preemptions >= 1
+    assert sequence.num_preemptions >= 1
 
 
 def test_max_tokens_0_without_scores_ends_without_a_step_of_the_model() -> None:
