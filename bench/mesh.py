@@ -26,9 +26,9 @@ class Mesh:
     vocab_size: int
 
     @property
-    def metadata(self) -> list[tuple[str, str]]:
+    def metadata(self) -> tuple[tuple[str, str], ...]:
         """What every gRPC call carries."""
-        return [("authorization", f"Bearer {self.token}")]
+        return (("authorization", f"Bearer {self.token}"),)
 
 
 def find() -> Mesh:
@@ -61,6 +61,6 @@ def started(up_arguments: Sequence[str] = ()) -> Iterator[Mesh]:
 def _described(grpc_address: str, http_url: str, token: str) -> Mesh:
     with grpc.insecure_channel(grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        listed = stub.ListModels(inference_pb2.ListModelsRequest(), metadata=[("authorization", f"Bearer {token}")], timeout=10)
+        listed = stub.ListModels(inference_pb2.ListModelsRequest(), metadata=(("authorization", f"Bearer {token}"),), timeout=10)
     first = listed.models[0]
     return Mesh(grpc_address, http_url, token, first.name, first.vocab_size)
