@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -27,8 +28,9 @@ _MAX_TOKENS = 48
 def demo() -> None:
     """Shows the whole path with a real model, from nothing to an answer and back; exit code 1 if an answer is wrong."""
     plan = Plan((models.default(),), grpc_port=0, http_port=0)
-    with tempfile.TemporaryDirectory(prefix="forebay-demo-") as folder:
-        wrong = asyncio.run(_demo(plan, Home(Path(folder))))
+    folder = Path(tempfile.mkdtemp(prefix="forebay-demo-"))
+    wrong = asyncio.run(_demo(plan, Home(folder)))
+    shutil.rmtree(folder)  # not after a failure, whose message names a log in it
     if wrong:
         Console(stderr=True).print(f"[red]no '{_EXPECTED}' in the answer over {' and '.join(wrong)}[/red]")
         raise typer.Exit(1)
