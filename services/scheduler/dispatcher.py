@@ -46,7 +46,8 @@ class Dispatcher:
         """For ever."""
         while True:
             with suppress(TimeoutError):  # Look anyway: a wake-up from another scheduler may be lost.
-                await asyncio.wait_for(self._woken.wait(), self._poll_seconds)
+                async with asyncio.timeout(self._poll_seconds):
+                    await self._woken.wait()
             self._woken.clear()
             with suppress(StatusError):  # Redis is away; the next wake-up or poll tries again.
                 while await self._place_some():

@@ -46,7 +46,8 @@ class Keeper:
         """For ever: to every waiting stream once a second, sooner when one has just come."""
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), self._poll_seconds)
+                async with asyncio.timeout(self._poll_seconds):
+                    await self._asked.wait()
             await asyncio.sleep(min(_SOON_SECONDS, self._poll_seconds))  # Many come together; most are placed meanwhile.
             self._asked.clear()
             with suppress(StatusError):  # Redis is away.

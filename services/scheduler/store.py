@@ -56,7 +56,8 @@ class Store:
         self._timeout_seconds = timeout_seconds
         # No retries inside the client: they would outlast the second that callers have.
         options: dict[str, Any] = {"decode_responses": True, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
-        options |= {"socket_connect_timeout": timeout_seconds}
+        # No socket timeout of its own either: before Python 3.12 it loses cancellations (wait_for). _attempt has the clock.
+        options |= {"socket_connect_timeout": timeout_seconds, "socket_timeout": None}
         self._factory = ConnectionPool.from_url(url, **options)
         self._subscriber = ConnectionPool.from_url(url, health_check_interval=5, **options)
         self._limit = asyncio.Semaphore(MAX_CONNECTIONS)
