@@ -31,6 +31,31 @@ class Span:
         return [*self.scored, self.end - 1] if self.samples else [*self.scored]
 
 
+@dataclass
+class Budget:
+    """What a step may still compute: tokens, and prompt positions whose logits are looked at."""
+
+    tokens: int
+    scored_rows: int
+
+    def spend(self, sequence: Sequence) -> Span | None:
+        """As long a span of the sequence as the budget allows, None if it allows nothing."""
+        start = sequence.num_computed_tokens
+        length = min(sequence.num_tokens - start, self.tokens)
+        scored = range(0)
+        if sequence.needs_scoring:
+            # Position p scores prompt token p + 1, so the first one to compute is the last one scored.
+            first = max(start, sequence.num_scored_tokens - 1)
+            length = min(length, first - start + self.scored_rows)
+            scored = range(first, min(start + length, sequence.num_prompt_tokens - 1))
+            self.scored_rows -= len(scored)
+        if length <= 0:
+            return None
+        self.tokens -= length
+        samples = start + length == sequence.num_tokens and sequence.finish_reason is None
+        return Span(sequence, start, length, samples, scored)
+
+
 @dataclass(frozen=True)
 class Batch:
     """The spans of one step, at most one per sequence. Empty when no sequence has anything to compute."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from operator import attrgetter
 
-from services.worker.engine.batch import Batch, Span, SpanResult
+from services.worker.engine.batch import Batch, Budget, Span, SpanResult
 from services.worker.engine.block_pool import BlockPool, CacheIdentity, extend_keys
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.request import (
@@ -148,7 +148,7 @@ class Batcher:
         for sequence in list(self.running):
             if sequence.state is SequenceState.RUNNING:
                 self._grow(sequence)
-        budget = _Budget(self.config.max_step_tokens, MAX_SCORED_ROWS)
+        budget = Budget(self.config.max_step_tokens, MAX_SCORED_ROWS)
         one_behind_first = sorted(self.running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1)  # stable: in order otherwise
         spans = [budget.spend(sequence) for sequence in one_behind_first]
         spans += self._admit(budget, now)
@@ -178,7 +178,7 @@ class Batcher:
         self.counters.preemptions += 1
         bisect.insort(self.waiting, sequence, key=_BY_ORDER)
 
-    def _admit(self, budget: "_Budget", now: float) -> list[Span | None]:
+    def _admit(self, budget: Budget, now: float) -> list[Span | None]:
         """Starts waiting sequences in order while there is room; nobody overtakes one that doesn't fit."""
         spans: list[Span | None] = []
         for sequence in list(self.waiting):
@@ -211,6 +211,7 @@ class Batcher:
         if total - len(hits) + self.pool.num_unreferenced(hits) + headroom > self.pool.num_available:
             return False
         self.pool.touch(hits)
+        self._count_hits(sequence, len(hits))
         sequence.block_table = hits + self.pool.allocate(total - len(hits))
         sequence.num_computed_tokens = len(hits) * self.config.block_size
         return True
@@ -219,12 +220,14 @@ class Batcher:
         """Cached blocks of its tokens. One token at least must be computed, and so must those whose log-probabilities are still wanted."""
         extend_keys(sequence.block_keys, sequence.group.root_key, sequence.tokens, self.config.block_size)
         limit = max(0, sequence.num_scored_tokens - 1) if sequence.needs_scoring else sequence.num_tokens - 1
-        hits = self.pool.lookup(sequence.block_keys[: limit // self.config.block_size])
+        return self.pool.lookup(sequence.block_keys[: limit // self.config.block_size])
+
+    def _count_hits(self, sequence: Sequence, num_hits: int) -> None:
+        """A request's hits are those of its first choice, once: later ones find what the first has computed."""
         if sequence.group.num_cached_tokens is None:
-            sequence.group.num_cached_tokens = min(len(hits) * self.config.block_size, sequence.num_prompt_tokens)
+            sequence.group.num_cached_tokens = min(num_hits * self.config.block_size, sequence.num_prompt_tokens)
             self.counters.prefix_query_tokens += sequence.num_prompt_tokens
             self.counters.prefix_hit_tokens += sequence.group.num_cached_tokens
-        return hits
 
     # --- after a step
 
@@ -310,6 +313,7 @@ class Batcher:
             finish_reason=sequence.finish_reason if sequence.state is SequenceState.FINISHED else None,
             num_cached_tokens=sequence.group.num_cached_tokens or 0,
             num_preemptions=sequence.num_preemptions,
+            start_time=sequence.group.start_time,
         )
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -328,28 +332,3 @@ class Batcher:
         assert self.waiting == sorted(self.waiting, key=_BY_ORDER), "waiting sequences out of order"
         live = [s for group in self.requests.values() for s in group.sequences if s.state is not SequenceState.FINISHED]
         assert sorted(live, key=_BY_ORDER) == sorted(self.running + self.waiting, key=_BY_ORDER), "a live sequence is in no list"
-
-
-@dataclass
-class _Budget:
-    """What a step may still compute."""
-
-    tokens: int
-    scored_rows: int
-
-    def spend(self, sequence: Sequence) -> Span | None:
-        """As long a span of the sequence as the budget allows, None if it allows nothing."""
-        start = sequence.num_computed_tokens
-        length = min(sequence.num_tokens - start, self.tokens)
-        scored = range(0)
-        if sequence.needs_scoring:
-            # Position p scores prompt token p + 1, so the first one to compute is the last one scored.
-            first = max(start, sequence.num_scored_tokens - 1)
-            length = min(length, first - start + self.scored_rows)
-            scored = range(first, min(start + length, sequence.num_prompt_tokens - 1))
-            self.scored_rows -= len(scored)
-        if length <= 0:
-            return None
-        self.tokens -= length
-        samples = start + length == sequence.num_tokens and sequence.finish_reason is None
-        return Span(sequence, start, length, samples, scored)

@@ -81,7 +81,8 @@ class Engine:
         self.max_model_len = max_model_len or config.max_model_len or config.num_blocks * config.block_size
         self.model_version = model_version
         self.runner = runner
-        self.batcher = Batcher(config, self.max_model_len, eos_token_ids, model_version, kv_format=config.dtype)
+        ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]  # some configs name tokens that the weights lack
+        self.batcher = Batcher(config, self.max_model_len, ends, model_version, kv_format=config.dtype)
 
     @classmethod
     def from_path(cls, path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> "Engine":

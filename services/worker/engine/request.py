@@ -105,6 +105,7 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens of the request found in the prefix cache
     num_preemptions: int = 0  # of this choice so far
+    start_time: float | None = None  # when the request was admitted, by step's clock; None while it never ran
     error: str | None = None  # set with FinishReason.ERROR
 
 

@@ -408,6 +408,21 @@ def test_prefix_hits_are_counted_and_leave_one_token_to_compute() -> None:
     assert (stats.num_prefix_query_tokens, stats.num_prefix_hit_tokens) == (16 + 16 + 17 + 17, 12 + 16)
 
 
+def test_hits_count_when_a_request_starts_not_when_it_was_looked_at() -> None:
+    """The waiting one saw cached blocks that were given away before there was room for it."""
+    engine = fake_engine(EngineConfig(num_blocks=8, block_size=4, max_step_tokens=64))
+    prompt = list(range(8))
+    engine.add(EngineRequest("warm", prompt, greedy(1)))
+    drain(engine)
+    engine.add(EngineRequest("running", [99] * 20, greedy(12)))
+    engine.step(0.0)
+    engine.add(EngineRequest("waiting", [*prompt, 1], greedy(1)))
+    outputs = [output for now in range(1, 20) for output in engine.step(float(now))]
+    (cached, start) = next((o.num_cached_tokens, o.start_time) for o in outputs if o.request_id == "waiting")
+    assert (cached, start) == (0, 12.0)
+    assert engine.stats().num_prefix_hit_tokens == 0
+
+
 def test_output_is_found_again_as_the_next_turns_prompt() -> None:
     engine = fake_engine(BIG)
     engine.add(EngineRequest("turn 1", [1, 2, 3], greedy(10)))
