@@ -1,20 +1,48 @@
-"""A request as everything behind the faces sees it, and how it comes to be: model, prompt, sampling, class, deadline."""
+"""A request as everything behind the faces sees it, and how it is admitted: model, prompt, sampling, class, deadline, seed.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+What can be refused for its form is refused here, cheap checks before the tokenizer; room and quota are the scheduler's.
+"""
+
+import asyncio
+import math
+import secrets
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, TypeVar
 
 from forebay.v1 import types_pb2
+from services.common.errors import Code, StatusError, invalid, unavailable
 from services.gateway.auth import Caller
 from services.gateway.models import ServedModel
-from services.gateway.validator import Sampling
+from services.gateway.prompts import Prompt, check_prompt_length, validate_messages, validate_prompts
+from services.gateway.validator import Limits, Sampling, shown, validate_label, validate_sampling
 
-LatencyClass = types_pb2.LatencyClass.ValueType
+LatencyClass: TypeAlias = types_pb2.LatencyClass.ValueType
+REALTIME, STANDARD, BATCH = types_pb2.LATENCY_CLASS_REALTIME, types_pb2.LATENCY_CLASS_STANDARD, types_pb2.LATENCY_CLASS_BATCH
+
+DEADLINE_SECONDS: Mapping[LatencyClass, float] = {REALTIME: 120.0, STANDARD: 600.0, BATCH: 86_400.0}
+"""Of a request that names none."""
+_MAX_DEADLINE_SECONDS = 7 * 86_400.0
+_CLASSES: Mapping[str, LatencyClass] = {
+    "realtime": REALTIME,
+    "standard": STANDARD,
+    "batch": BATCH,
+    # OpenAI's service tiers
+    "priority": REALTIME,
+    "auto": STANDARD,
+    "default": STANDARD,
+    "flex": BATCH,
+}
+_SEED_BITS = 63
+_ASIDE_CHARS = 16 << 10  # longer texts are tokenised in a thread: the event loop has streams to serve
 _NOTHING: Mapping[str, str] = {}
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt to continue, admitted: nothing in it can be refused any more but for want of room."""
+    """One prompt to continue, admitted: nothing in it will be refused but for want of room."""
 
     request_id: str  # ours, 32 hex digits
     org: str
@@ -43,24 +71,137 @@ class Envelope:
     max_tokens_cap: int = 32_768
     names: Mapping[str, str] = field(default_factory=dict)
 
+    def name(self, ours: str) -> str:
+        """What the client calls a field."""
+        return self.names.get(ours, ours)
+
+    @property
+    def limits(self) -> Limits:
+        """What bounds the fields while the prompt isn't tokenised."""
+        return Limits(self.model.vocab_size, self.model.max_model_len, self.max_tokens_cap, allow_no_output=self.echo)
+
 
 async def admit_completion(envelope: Envelope, prompt: object, fields: Mapping[str, object]) -> list[Generation]:
-    """One generation per prompt. `prompt`: a text, a list of texts, of token ids, or of lists of token ids."""
-    raise NotImplementedError
+    """One generation per prompt. `prompt`: a text, a list of texts, of token ids, or of lists of token ids; `fields`: FIELDS's values.
+
+    Raises INVALID_ARGUMENT naming the client's field; UNAVAILABLE while no worker has shown the model; DEADLINE_EXCEEDED.
+    """
+    head = _admit_head(envelope, fields)
+    prompts = validate_prompts(prompt, limits=envelope.limits, name=envelope.name("prompt"))
+    tokenizer = envelope.model.tokenizer
+
+    def tokenised() -> list[list[int]]:
+        return [tokenizer.encode(item) if isinstance(item, str) else item for item in prompts]
+
+    ids = await _aside(tokenised, sum(len(item) for item in prompts if isinstance(item, str)))
+    names = [envelope.name("prompt")] if len(prompts) == 1 else [f"{envelope.name('prompt')}[{index}]" for index in range(len(prompts))]
+    return [head.generation(item, prompt_ids, name) for item, prompt_ids, name in zip(prompts, ids, names, strict=True)]
 
 
 async def admit_chat(envelope: Envelope, messages: object, fields: Mapping[str, object]) -> Generation:
-    """The generation that answers a conversation; `messages` as OpenAI's, unchecked."""
-    raise NotImplementedError
+    """The generation that answers a conversation: `messages` as OpenAI's, unchecked. Raises as admit_completion."""
+    head = _admit_head(envelope, fields)
+    text, ids = await _rendered(envelope.model, messages, envelope.name("messages"))
+    return head.generation(text, ids, envelope.name("messages"))
 
 
 async def count_tokens(
     model: ServedModel, *, text: object = None, messages: object = None, names: Mapping[str, str] = _NOTHING
 ) -> Sequence[int]:
-    """The ids of a text, or of a conversation as the template renders it."""
-    raise NotImplementedError
+    """The ids of a text, which may be empty, or of a conversation as the template renders it."""
+    if messages is not None:
+        _, ids = await _rendered(model, messages, names.get("messages", "messages"))
+        return ids
+    if text == "":
+        return await _aside(lambda: model.tokenizer.encode(""), 0)
+    limits = Limits(model.vocab_size, model.max_model_len)
+    name = names.get("text", "text")
+    if not isinstance(text, str):
+        raise invalid(name, f"{name} is {shown(text)}: it must be a text")
+    validate_prompts(text, limits=limits, name=name)
+    return await _aside(lambda: model.tokenizer.encode(text), len(text))
 
 
 def latency_class(value: object, name: str = "class") -> LatencyClass:
-    """A class from its words: realtime, standard, batch, or OpenAI's service tiers. Raises INVALID_ARGUMENT."""
-    raise NotImplementedError
+    """A class from its words: realtime, standard, batch, or OpenAI's service tiers; null and "" are unspecified."""
+    if value is None or value == "":
+        return types_pb2.LATENCY_CLASS_UNSPECIFIED
+    if not isinstance(value, str) or value not in _CLASSES:
+        raise invalid(name, f"{name} is {shown(value)}: it must be one of {', '.join(_CLASSES)}")
+    return _CLASSES[value]
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What all prompts of a request share."""
+
+    envelope: Envelope
+    fields: Mapping[str, object]
+    latency_class: LatencyClass
+    deadline_seconds: float
+    label: str
+
+    def generation(self, prompt: Prompt, token_ids: list[int], name: str) -> Generation:
+        """`prompt` as it came, `name` as the client calls it."""
+        envelope = self.envelope
+        check_prompt_length(len(token_ids), limits=envelope.limits, name=name)
+        limits = replace(envelope.limits, num_prompt_tokens=len(token_ids))
+        sampling = validate_sampling(self.fields, limits=limits, names=envelope.names)
+        if self.fields.get("seed") is None:
+            sampling = replace(sampling, seed=secrets.randbits(_SEED_BITS))
+        return Generation(
+            request_id=uuid.uuid4().hex,
+            org=envelope.caller.org,
+            subject=envelope.caller.subject,
+            roles=envelope.caller.roles,
+            latency_class=self.latency_class,
+            model=envelope.model,
+            prompt_token_ids=token_ids,
+            prompt_text=prompt if isinstance(prompt, str) else None,
+            sampling=sampling,
+            echo=envelope.echo,
+            label=self.label,
+            deadline_seconds=self.deadline_seconds,
+        )
+
+
+def _admit_head(envelope: Envelope, fields: Mapping[str, object]) -> _Head:
+    """All that can be refused before the prompt is looked at."""
+    validate_sampling(fields, limits=envelope.limits, names=envelope.names)
+    label = validate_label(envelope.label, name=envelope.name("label"))
+    resolved = STANDARD if envelope.latency_class == types_pb2.LATENCY_CLASS_UNSPECIFIED else envelope.latency_class
+    if resolved not in DEADLINE_SECONDS:
+        name = envelope.name("latency_class")
+        raise invalid(name, f"{name} is {resolved}: it must be realtime (1), standard (2) or batch (3)")
+    deadline = _deadline(envelope.deadline_seconds, resolved)
+    if not envelope.model.version:
+        raise unavailable(f"no worker has loaded {envelope.model.name} yet: try again", reason="NO_WORKER")
+    return _Head(envelope, fields, resolved, deadline, label)
+
+
+def _deadline(seconds: float | None, resolved: LatencyClass) -> float:
+    if seconds is None:
+        return DEADLINE_SECONDS[resolved]
+    if math.isnan(seconds) or seconds <= 0:
+        raise StatusError(Code.DEADLINE_EXCEEDED, "the deadline had passed when the request came: allow more time")
+    return min(seconds, _MAX_DEADLINE_SECONDS)
+
+
+async def _rendered(model: ServedModel, messages: object, name: str) -> tuple[str, list[int]]:
+    """A conversation's prompt, as text and as ids."""
+    conversation = validate_messages(messages, name=name)
+    template = model.template
+    if template is None:
+        raise invalid("model", f"{model.name} has no chat template: send a prompt to the completions endpoint instead")
+
+    def render() -> tuple[str, list[int]]:
+        text = template.render(conversation, name=name)
+        # The template has put the special tokens in.
+        return text, model.tokenizer.encode(text, add_special=False)
+
+    return await _aside(render, sum(len(message["content"]) for message in conversation))
+
+
+async def _aside(work: Callable[[], Result], num_chars: int) -> Result:
+    """In a thread where it may take long."""
+    return await asyncio.to_thread(work) if num_chars > _ASIDE_CHARS else work()

@@ -13,9 +13,6 @@ from typing import Any
 
 from services.common.errors import StatusError, invalid
 
-MAX_PROMPT_BYTES = 1 << 20
-MAX_PROMPTS = 64
-MAX_MESSAGES = 4096
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -23,8 +20,6 @@ MAX_STOP_TOKENS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 300
 MAX_LABEL_CHARS = 128
-MAX_MODEL_NAME_CHARS = 256
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _INT32 = (-(2**31), 2**31 - 1)
 _INT64 = (-(2**63), 2**63 - 1)
@@ -72,7 +67,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class _Field:
+class Field:
     """One field as its client calls it, and what came in it."""
 
     name: str
@@ -100,10 +95,10 @@ def shown(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def whole(low: int, high: int) -> Callable[[_Field, Limits], int]:
+def whole(low: int, high: int) -> Callable[[Field, Limits], int]:
     """An integer from `low` to `high`."""
 
-    def check(entry: _Field, limits: Limits) -> int:
+    def check(entry: Field, _: Limits) -> int:
         value = entry.value
         if isinstance(value, bool) or not isinstance(value, int):
             raise entry.refuse("must be an integer, without quotes or a fraction")
@@ -114,15 +109,15 @@ def whole(low: int, high: int) -> Callable[[_Field, Limits], int]:
     return check
 
 
-def number(low: float, high: float, *, above: bool = False) -> Callable[[_Field, Limits], float]:
+def number(low: float, high: float, *, above: bool = False) -> Callable[[Field, Limits], float]:
     """A number from `low` to `high`; `above`: `low` itself is refused. The answer is what float32 makes of it."""
     bounds = f"must be above {low:g} and at most {high:g}" if above else f"must be from {low:g} to {high:g}"
 
-    def check(entry: _Field, limits: Limits) -> float:
+    def check(entry: Field, _: Limits) -> float:
         value = entry.value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise entry.refuse("must be a number, without quotes")
-        if not math.isfinite(value) if isinstance(value, float) else False:
+        if isinstance(value, float) and not math.isfinite(value):
             raise entry.refuse("must be a finite number")
         if not low <= value <= high or (above and value == low):
             raise entry.refuse(bounds)
@@ -136,14 +131,14 @@ def number(low: float, high: float, *, above: bool = False) -> Callable[[_Field,
     return check
 
 
-def flag(entry: _Field, limits: Limits) -> bool:
+def flag(entry: Field, _: Limits) -> bool:
     """true or false."""
     if not isinstance(entry.value, bool):
         raise entry.refuse("must be true or false, without quotes")
     return entry.value
 
 
-def _max_tokens(entry: _Field, limits: Limits) -> int:
+def _max_tokens(entry: Field, limits: Limits) -> int:
     most = min(limits.max_tokens_cap, limits.room)
     value = whole(0, _INT32[1])(entry, limits)
     if value == 0 and not limits.allow_no_output:
@@ -158,42 +153,43 @@ def _max_tokens(entry: _Field, limits: Limits) -> int:
     return value
 
 
-def _top_k(entry: _Field, limits: Limits) -> int:
+def _top_k(entry: Field, limits: Limits) -> int:
     value = whole(-1, _INT32[1])(entry, limits)
     return min(max(value, 0), limits.vocab_size)
 
 
-def _token_id(entry: _Field, limits: Limits) -> int:
+def token_id_of(entry: Field, limits: Limits) -> int:
+    """A token id of the model's vocabulary."""
     return whole(0, limits.vocab_size - 1)(entry, limits)
 
 
-def _stop(entry: _Field, limits: Limits) -> tuple[str, ...]:
+def _stop(entry: Field, _: Limits) -> tuple[str, ...]:
     stops = [entry.value] if isinstance(entry.value, str) else entry.value
     if not isinstance(stops, list | tuple):
         raise entry.refuse("must be a string or a list of strings")
     if len(stops) > MAX_STOPS:
         raise entry.refuse(f"may have at most {MAX_STOPS} strings")
     for index, stop in enumerate(stops):
-        item = entry if stop is entry.value else _Field(f"{entry.name}[{index}]", stop)
+        item = entry if stop is entry.value else Field(f"{entry.name}[{index}]", stop)
         if not isinstance(stop, str):
             raise item.refuse("must be a string")
         if not stop:
             raise item.refuse("must not be empty; leave it out for no stop string")
         if len(stop) > MAX_STOP_CHARS:
             raise item.refuse(f"may have at most {MAX_STOP_CHARS} characters")
-        _check_text(item)
+        check_unicode(item)
     return tuple(dict.fromkeys(stops))
 
 
-def _stop_token_ids(entry: _Field, limits: Limits) -> tuple[int, ...]:
+def _stop_token_ids(entry: Field, limits: Limits) -> tuple[int, ...]:
     if not isinstance(entry.value, list | tuple):
         raise entry.refuse("must be a list of token ids")
     if len(entry.value) > MAX_STOP_TOKENS:
         raise entry.refuse(f"may have at most {MAX_STOP_TOKENS} token ids")
-    return tuple(_token_id(_Field(f"{entry.name}[{index}]", value), limits) for index, value in enumerate(entry.value))
+    return tuple(token_id_of(Field(f"{entry.name}[{index}]", value), limits) for index, value in enumerate(entry.value))
 
 
-def _logit_bias(entry: _Field, limits: Limits) -> dict[int, float]:
+def _logit_bias(entry: Field, limits: Limits) -> dict[int, float]:
     if not isinstance(entry.value, Mapping):
         raise entry.refuse("must be an object from token id to bias")
     if len(entry.value) > MAX_LOGIT_BIASES:
@@ -206,11 +202,11 @@ def _logit_bias(entry: _Field, limits: Limits) -> dict[int, float]:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < limits.vocab_size:
             raise invalid(entry.name, f"{entry.name} has the key {shown(key)}: token ids must be from 0 to {limits.vocab_size - 1}")
         name = f"{entry.name}[{token_id}]"
-        biases[token_id] = number(-100, 100)(_Field(name, bias), limits)
+        biases[token_id] = number(-100, 100)(Field(name, bias), limits)
     return biases
 
 
-_TABLE: Mapping[str, Callable[[_Field, Limits], Any]] = {
+_TABLE: Mapping[str, Callable[[Field, Limits], Any]] = {
     "max_tokens": _max_tokens,
     "min_tokens": whole(0, _INT32[1]),
     "temperature": number(0, 100),
@@ -240,7 +236,7 @@ def validate_sampling(fields: Mapping[str, object], *, limits: Limits, names: Ma
     `names` maps a field to what the client called it, where that differs: {"max_tokens": "max_completion_tokens"}.
     Raises INVALID_ARGUMENT naming the field as the client did, its value, its limit and what to do.
     """
-    given = {name: _Field(names.get(name, name), fields[name]) for name in _TABLE if fields.get(name) is not None}
+    given = {name: Field(names.get(name, name), fields[name]) for name in _TABLE if fields.get(name) is not None}
     values = {name: _TABLE[name](entry, limits) for name, entry in given.items()}
     values.setdefault("max_tokens", max(0 if limits.allow_no_output else 1, min(limits.max_tokens_cap, limits.room)))
     if values.get("min_tokens", 0) > values["max_tokens"]:
@@ -254,3 +250,26 @@ def validate_sampling(fields: Mapping[str, object], *, limits: Limits, names: Ma
             f"must equal n, {n}: this server doesn't choose among more; ask for n = {best_of} and choose yourself"
         )
     return Sampling(**values)
+
+
+def validate_label(value: object, *, name: str = "label") -> str:
+    """A client's own id, which is echoed and never used as a key: at most 128 characters, none of them control characters."""
+    if value is None:
+        return ""
+    entry = Field(name, value)
+    if not isinstance(value, str):
+        raise entry.refuse("must be a text")
+    if len(value) > MAX_LABEL_CHARS:
+        raise entry.refuse(f"may have at most {MAX_LABEL_CHARS} characters")
+    if not value.isprintable():
+        raise entry.refuse("must not have control characters or line breaks")
+    return value
+
+
+def check_unicode(entry: Field) -> bytes:
+    """The text in UTF-8; half of a surrogate pair has none."""
+    try:
+        encoded: bytes = entry.value.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(entry.name, f"{entry.name} has half a surrogate pair at character {error.start}: send whole characters") from None
+    return encoded

@@ -4,7 +4,7 @@ Pure: knows tokens' bytes and stop strings, no request. The text depends on the 
 """
 
 import codecs
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.text.tokenizer import Tokenizer
@@ -23,11 +23,10 @@ class Piece:
 
 
 class TextStream:
-    """The text of one choice. `push` tokens as they come, then `finish` once. Tokens in `silent` add no text (stop_token_ids)."""
+    """The text of one choice. `push` tokens as they come, then `finish` once."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), silent: Collection[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._silent = silent
         self._decoder = codecs.getincrementaldecoder("utf-8")(tokenizer.decode_errors)
         self._stops = StopStrings(stop)
         self.stopped = False
@@ -37,8 +36,6 @@ class TextStream:
         assert not self.stopped, "tokens pushed behind a stop"
         texts = []
         for index, token_id in enumerate(token_ids):
-            if token_id in self._silent:
-                continue
             chars = self._decoder.decode(self._tokenizer.text_bytes(token_id))
             text, self.stopped = self._stops.push(chars)
             texts.append(text)

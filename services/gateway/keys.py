@@ -1,0 +1,148 @@
+"""The public keys that tokens are verified with: a JWKS from a file or a URL, fresh enough and never fetched in a storm."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jwt
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+from jwt.exceptions import PyJWTError
+
+from services.common import log
+from services.common.errors import unavailable
+
+_log = log.get(__name__)
+
+# Key type and curve -> the one algorithm that it is used with. No symmetric key is ever trusted.
+_ALGORITHMS: Mapping[tuple[str, str], str] = {("OKP", "Ed25519"): "EdDSA", ("EC", "P-256"): "ES256", ("RSA", ""): "RS256"}
+_MIN_RSA_BITS = 2048
+_MAX_JWKS_BYTES = 1 << 20
+_FILE_CHECK_SECONDS = 1.0
+_REFRESH_SECONDS = 10.0  # at most one fetch in this time, whatever tokens come (X04)
+_LIFETIME_SECONDS = 300.0  # a key that was removed is trusted no longer than this
+_MAX_AGE_SECONDS = 3600.0  # while the URL can't be reached, its last answer is good for this long (X05)
+_FETCH_SECONDS = 5.0
+
+Keys = Mapping[str, jwt.PyJWK]
+
+
+class KeysError(ValueError):
+    """A JWKS can't be used: one line for a person."""
+
+
+class KeySource(Protocol):
+    """Finds keys by id."""
+
+    async def find(self, key_id: str) -> jwt.PyJWK | None:
+        """The key of this id, None where there is none. Raises UNAVAILABLE while no keys can be had at all."""
+        ...
+
+
+def parse(text: str | bytes) -> Keys:
+    """The keys of a JWKS that can verify: of a known kind, with a `kid`, not for encryption. Raises KeysError where there is none."""
+    try:
+        entries = json.loads(text)["keys"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise KeysError('it is not a JWKS: a JSON object {"keys": [...]}') from None
+    keys: dict[str, jwt.PyJWK] = {}
+    for entry in entries if isinstance(entries, list) else ():
+        key = _key(entry)
+        if key is not None and key.key_id:
+            keys.setdefault(key.key_id, key)
+    if not keys:
+        raise KeysError("it has no usable key: Ed25519, P-256, or RSA of 2048 bits and more, each with a kid")
+    return keys
+
+
+def _key(entry: Any) -> jwt.PyJWK | None:
+    if not isinstance(entry, dict) or not isinstance(entry.get("kid"), str) or entry.get("use", "sig") != "sig":
+        return None
+    algorithm = _ALGORITHMS.get((str(entry.get("kty")), str(entry.get("crv", ""))))
+    if algorithm is None or entry.get("alg", algorithm) != algorithm:
+        return None
+    try:
+        key = jwt.PyJWK(entry, algorithm)
+    except (PyJWTError, ValueError, TypeError):
+        return None
+    if isinstance(key.key, RSAPublicKey) and key.key.key_size < _MIN_RSA_BITS:
+        return None
+    # A private key has no place in a JWKS, and verifying needs none.
+    return None if "d" in entry else key
+
+
+class FileKeys:
+    """Keys from a file, read again when it has changed. A change that can't be read leaves the last good keys."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises KeysError where the file can't be used now."""
+        self._path = path
+        self._clock = clock
+        self._stamp: object = None
+        self._next_look = 0.0
+        self._keys: Keys = {}
+        try:
+            self._read()
+        except (OSError, KeysError) as error:
+            raise KeysError(f"{path}: {error}") from None
+
+    async def find(self, key_id: str) -> jwt.PyJWK | None:
+        """The key of this id now."""
+        if self._clock() >= self._next_look:
+            try:
+                self._read()
+            except (OSError, KeysError) as error:
+                _log.warning("jwks_file_unusable", path=str(self._path), why=str(error))
+        return self._keys.get(key_id)
+
+    def _read(self) -> None:
+        self._next_look = self._clock() + _FILE_CHECK_SECONDS
+        status = self._path.stat()
+        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        if status.st_size > _MAX_JWKS_BYTES:
+            raise KeysError(f"it has {status.st_size} bytes; at most {_MAX_JWKS_BYTES} are read")
+        self._keys = parse(self._path.read_bytes())
+
+
+class UrlKeys:
+    """Keys from a URL: fetched in a thread when they are old or one is missing, at most once in 10 s, by one task at a time."""
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+        if not url.startswith(("https://", "http://")):
+            raise KeysError(f"FOREBAY_JWKS_URL={url[:80]}: it must be an https:// URL")
+        self._url = url
+        self._clock = clock
+        self._keys: Keys = {}
+        self._fetched_at = float("-inf")
+        self._tried_at = float("-inf")
+        self._fetching = asyncio.Lock()
+
+    async def find(self, key_id: str) -> jwt.PyJWK | None:
+        """The key of this id. Raises UNAVAILABLE while no keys can be had at all."""
+        # Who has an old key at hand doesn't wait for a fetch that another began.
+        if not self._known(key_id) and not (key_id in self._keys and self._fetching.locked()):
+            async with self._fetching:
+                # Another task may have fetched while this one waited.
+                if not self._known(key_id) and self._clock() - self._tried_at >= _REFRESH_SECONDS:
+                    await self._fetch()
+        if self._clock() - self._fetched_at > _MAX_AGE_SECONDS:
+            raise unavailable("the keys that tokens are verified with can't be fetched: try again", _REFRESH_SECONDS, reason="NO_KEYS")
+        return self._keys.get(key_id)
+
+    def _known(self, key_id: str) -> bool:
+        return key_id in self._keys and self._clock() - self._fetched_at < _LIFETIME_SECONDS
+
+    async def _fetch(self) -> None:
+        self._tried_at = self._clock()
+        client = jwt.PyJWKClient(self._url, cache_jwk_set=False, timeout=_FETCH_SECONDS)
+        try:
+            document = await asyncio.to_thread(client.fetch_data)
+            self._keys = parse(json.dumps(document))
+            self._fetched_at = self._clock()
+        except (PyJWTError, KeysError, ValueError) as error:
+            _log.warning("jwks_url_unusable", url=self._url, why=str(error)[:200])

@@ -1,0 +1,157 @@
+"""What may stand for a prompt: texts, token ids, or a conversation. Checked before anything is tokenised; knows no tokenizer."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard
+
+from services.common.errors import invalid
+from services.gateway.validator import Field, Limits, check_unicode, token_id_of, validate_label
+
+MAX_PROMPT_BYTES = 1 << 20
+MAX_PROMPTS = 64
+MAX_MESSAGES = 4096
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_call_id"})
+_NOT_OFFERED_IN_MESSAGES = frozenset({"tool_calls", "function_call", "audio", "refusal"})
+
+Prompt = str | list[int]
+"""A text, or token ids that are taken as they are."""
+
+
+def validate_prompts(value: object, *, limits: Limits, name: str = "prompt") -> list[Prompt]:
+    """The prompts of a completion: one text, a list of texts, of token ids, or of lists of token ids; none of them empty.
+
+    Texts together are bounded by MAX_PROMPT_BYTES, which is checked before any is tokenised; ids by the context. Raises INVALID_ARGUMENT.
+    """
+    entry = Field(name, value)
+    if value is None:
+        raise invalid(name, f"{name} is missing: send a text or token ids")
+    if isinstance(value, str):
+        return _texts([entry])
+    if not isinstance(value, list | tuple):
+        raise entry.refuse("must be a text, a list of texts, or token ids")
+    if not value:
+        raise entry.refuse("must hold a text or token ids")
+    if not isinstance(value[0], str | list | tuple):
+        return [_prompt_ids(entry, limits)]
+    if len(value) > MAX_PROMPTS:
+        raise entry.refuse(f"may have at most {MAX_PROMPTS} prompts; send the others in another request")
+    items = [Field(f"{name}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value[0], str):
+        return _texts(items)
+    return [_prompt_ids(item, limits) for item in items]
+
+
+def _texts(items: Sequence[Field]) -> list[Prompt]:
+    num_bytes = 0
+    for item in items:
+        if not isinstance(item.value, str):
+            raise item.refuse("must be a text, as the prompts before it")
+        if not item.value:
+            raise item.refuse("must have at least one character")
+        # No character is less than a byte: what is surely too long need not be encoded to know.
+        num_bytes += len(item.value) if len(item.value) > MAX_PROMPT_BYTES else len(check_unicode(item))
+        if num_bytes > MAX_PROMPT_BYTES:
+            raise invalid(item.name, f"{item.name} takes the prompt over {MAX_PROMPT_BYTES} bytes of text: send less")
+    return [item.value for item in items]
+
+
+def _prompt_ids(entry: Field, limits: Limits) -> list[int]:
+    ids = entry.value
+    if not isinstance(ids, list | tuple):
+        raise entry.refuse("must be a list of token ids, as the prompts before it")
+    check_prompt_length(len(ids), limits=limits, name=entry.name)
+    if not _are_token_ids(ids, limits.vocab_size):
+        for index, value in enumerate(ids):
+            token_id_of(Field(f"{entry.name}[{index}]", value), limits)
+    return list(ids)
+
+
+def _are_token_ids(ids: Sequence[object], vocab_size: int) -> TypeGuard[Sequence[int]]:
+    return all(type(value) is int and 0 <= value < vocab_size for value in ids)
+
+
+def check_prompt_length(num_tokens: int, *, limits: Limits, name: str = "prompt") -> None:
+    """A prompt needs at least one token, and leaves room for one unless it is only scored. Raises INVALID_ARGUMENT."""
+    if num_tokens < 1:
+        raise invalid(name, f"{name} has no tokens: send at least one")
+    most = limits.max_model_len - (0 if limits.allow_no_output else 1)
+    if num_tokens > most:
+        raise invalid(
+            name,
+            f"{name} has {num_tokens} tokens: with at least {limits.max_model_len - most} token of output it must fit the context of "
+            f"{limits.max_model_len}; shorten it by {num_tokens - most} tokens",
+        )
+
+
+def validate_messages(value: object, *, name: str = "messages") -> list[dict[str, str]]:
+    """A conversation of texts, as OpenAI has it: role, content (a text, or text parts), name and tool_call_id.
+
+    `developer` becomes `system`, the word that models know. Raises INVALID_ARGUMENT naming the message and its field.
+    """
+    entry = Field(name, value)
+    if value is None:
+        raise invalid(name, f"{name} is missing: send at least one message")
+    if not isinstance(value, list | tuple):
+        raise entry.refuse("must be a list of messages")
+    if not value:
+        raise entry.refuse("must have at least one message")
+    if len(value) > MAX_MESSAGES:
+        raise entry.refuse(f"may have at most {MAX_MESSAGES} messages")
+    messages = [_message(Field(f"{name}[{index}]", item)) for index, item in enumerate(value)]
+    num_bytes = sum(len(text.encode()) for message in messages for text in message.values())
+    if num_bytes > MAX_PROMPT_BYTES:
+        raise invalid(name, f"{name} has {num_bytes} bytes of text: it may have at most {MAX_PROMPT_BYTES}; send less")
+    return messages
+
+
+def unknown_message_fields(value: object, name: str = "messages") -> list[str]:
+    """Fields of messages that nothing here reads, as `messages[0].field`: for a face to name or to refuse."""
+    messages = value if isinstance(value, list | tuple) else ()
+    known = _MESSAGE_FIELDS | _NOT_OFFERED_IN_MESSAGES
+    return [
+        f"{name}[{index}].{field}"
+        for index, message in enumerate(messages[:MAX_MESSAGES])
+        if isinstance(message, Mapping)
+        for field in message
+        if field not in known
+    ]
+
+
+def _message(entry: Field) -> dict[str, str]:
+    message = entry.value
+    if not isinstance(message, Mapping):
+        raise entry.refuse("must be an object with role and content")
+    role = Field(f"{entry.name}.role", message.get("role"))
+    if not isinstance(role.value, str) or role.value not in ROLES:
+        raise role.refuse(f"must be one of {', '.join(ROLES)}")
+    for name in _NOT_OFFERED_IN_MESSAGES:
+        if message.get(name):
+            raise invalid(f"{entry.name}.{name}", f"{entry.name}.{name} is not offered by this server: leave it out")
+    out = {
+        "role": "system" if role.value == "developer" else role.value,
+        "content": _content(Field(f"{entry.name}.content", message.get("content"))),
+    }
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            out[name] = validate_label(message[name], name=f"{entry.name}.{name}")
+    return out
+
+
+def _content(entry: Field) -> str:
+    if isinstance(entry.value, str):
+        check_unicode(entry)
+        return entry.value
+    if not isinstance(entry.value, list | tuple):
+        raise entry.refuse("must be a text or a list of text parts")
+    texts = []
+    for index, part in enumerate(entry.value):
+        item = Field(f"{entry.name}[{index}]", part)
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise item.refuse('must be a text part, {"type": "text", "text": ...}: other kinds are not offered')
+        text = Field(f"{item.name}.text", part.get("text"))
+        if not isinstance(text.value, str):
+            raise text.refuse("must be a text")
+        check_unicode(text)
+        texts.append(text.value)
+    return "".join(texts)
