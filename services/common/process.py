@@ -67,6 +67,9 @@ class InternalHttp:
         return PlainTextResponse("ready\n" if reason is None else f"not ready: {reason}\n", 200 if reason is None else 503)
 
 
+_BACKLOG = 2048
+
+
 class HttpServer:
     """An ASGI app on the running event loop, without uvicorn's own signal handling."""
 
@@ -105,6 +108,7 @@ class HttpServer:
         except OSError as error:
             listener.close()
             raise OSError(f"cannot listen on {self._address} ({error.strerror}): choose another port or stop what uses it") from error
+        listener.listen(_BACKLOG)  # from here on clients may connect, before uvicorn has come round to it
         listener.setblocking(False)
         return listener
 

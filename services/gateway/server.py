@@ -17,9 +17,6 @@ from services.gateway.interceptor import Statuses
 from services.gateway.models import ServedModel
 from services.gateway.request import Envelope, admit_chat, admit_completion, count_tokens
 
-SLOW_READER_SECONDS = 30.0
-"""A client that takes nothing for so long is given up; until then only its own stream waits (F15)."""
-
 SERVICE_NAMES = [
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
@@ -44,10 +41,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     leaves a generator behind that nobody resumes (B40).
     """
 
-    def __init__(self, gateway: Gateway, slow_reader_seconds: float = SLOW_READER_SECONDS) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._generations = Generations(gateway.mesh, gateway.metrics, "grpc")
-        self._patience = slow_reader_seconds
+        self._patience = gateway.slow_reader_seconds
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # it writes
         """See inference.proto."""
@@ -116,7 +113,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async with aclosing(events):
             async for event in events:
                 try:
-                    await asyncio.wait_for(context.write(_wrapped(event, response)), self._patience)
+                    async with asyncio.timeout(self._patience):
+                        await context.write(_wrapped(event, response))
                 except TimeoutError:
                     raise StatusError(Code.CANCELLED, f"nothing was read for {self._patience:g} s", reason="SLOW_READER") from None
 

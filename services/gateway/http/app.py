@@ -19,6 +19,7 @@ from services.gateway.http.answer import class_name, collected, merged
 from services.gateway.http.body import read_json
 from services.gateway.models import ServedModel
 from services.gateway.request import Envelope, Generation, admit_chat, admit_completion, count_tokens, latency_class
+from services.gateway.validator import validate_label
 
 MAX_DEADLINE_SECONDS = 86_400.0
 
@@ -61,7 +62,7 @@ class Face:
         self._announce(request, [generation])
         events = merged(self._generations.run, [generation])
         if streamed:
-            return sse.EventStream(chat.chunks(events, generation, include_usage=include_usage))
+            return sse.EventStream(chat.chunks(events, generation, include_usage=include_usage), self._gateway.slow_reader_seconds)
         answer = await sse.until_disconnect(request.receive, collected(events, [generation]))
         return _json(chat.whole(generation, answer))
 
@@ -76,7 +77,7 @@ class Face:
         self._announce(request, generations)
         events = merged(self._generations.run, generations)
         if streamed:
-            return sse.EventStream(completions.chunks(events, generations, include_usage=include_usage))
+            return sse.EventStream(completions.chunks(events, generations, include_usage=include_usage), self._gateway.slow_reader_seconds)
         answer = await sse.until_disconnect(request.receive, collected(events, generations))
         return _json(completions.whole(generations, answer))
 
@@ -134,7 +135,7 @@ class Face:
     def _envelope(
         self, request: Request, body: Mapping[str, Any], caller: Caller, *, echo: bool = False, names: Mapping[str, str] | None = None
     ) -> Envelope:
-        fields.user(body)
+        validate_label(body.get("user"), name="user")  # kept nowhere
         return Envelope(
             caller=caller,
             model=self._model(body),
@@ -143,7 +144,7 @@ class Face:
             label=request.headers.get("x-request-id"),
             echo=echo,
             max_tokens_cap=self._gateway.max_tokens_cap,
-            names=names or {},
+            names={"label": "x-request-id", **(names or {})},
         )
 
     def _announce(self, request: Request, generations: list[Generation]) -> None:

@@ -149,12 +149,3 @@ def _same(value: object, off: object) -> bool:
 
 def _shown(value: object) -> str:
     return ascii(value)[:80]
-
-
-def user(body: Mapping[str, Any]) -> None:
-    """`user` is the client's own word for its user: a label within the bounds of labels, kept nowhere."""
-    value = body.get("user")
-    if value is not None and not isinstance(value, str):
-        raise invalid("user", f"user must be a string, not {_shown(value)}")
-    if value and (len(value) > 128 or not value.isprintable()):
-        raise invalid("user", "user must be at most 128 printable characters")

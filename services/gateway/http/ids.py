@@ -8,8 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import StatusError, invalid
 from services.gateway.http import errors
-
-MAX_ID_CHARS = 128
+from services.gateway.validator import validate_label
 
 
 class AnswerHeaders:
@@ -47,14 +46,11 @@ def of(request: Request) -> dict[str, Any]:
 
 
 def client_id(headers: Headers) -> str:
-    """The client's own id, "" where there is none. Refuses more than one, over 128 characters, or unprintable ones."""
+    """The client's own id, "" where there is none. Refuses more than one, and what no label may be."""
     given = headers.getlist("x-request-id")
-    if not given:
-        return ""
     if len(given) > 1:
         raise invalid("x-request-id", f"x-request-id is given {len(given)} times: send one")
-    if len(given[0]) > MAX_ID_CHARS:
-        raise invalid("x-request-id", f"x-request-id has {len(given[0])} characters: send at most {MAX_ID_CHARS}")
-    if not (given[0].isascii() and given[0].isprintable()):
-        raise invalid("x-request-id", "x-request-id has characters that can't be printed: send printable ASCII")
-    return given[0]
+    label = validate_label(given[0] if given else None, name="x-request-id")
+    if not label.isascii():
+        raise invalid("x-request-id", "x-request-id has characters beyond ASCII: send printable ASCII")
+    return label

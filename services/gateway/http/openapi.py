@@ -6,15 +6,15 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from services.gateway.prompts import MAX_PROMPTS, ROLES
 from services.gateway.validator import (
     MAX_CHOICES,
+    MAX_LABEL_CHARS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
-    MAX_PROMPTS,
     MAX_STOP_CHARS,
     MAX_STOP_TOKENS,
     MAX_STOPS,
-    ROLES,
 )
 
 Schema = dict[str, Any]
@@ -56,7 +56,7 @@ _COMMON: dict[str, Schema] = {
     "model": {"type": ["string", "null"], "description": "A name or alias from /v1/models. May be left out where there is one model."},
     "stream": _FLAG,
     "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
-    "user": {"type": ["string", "null"], "maxLength": 128},
+    "user": {"type": ["string", "null"], "maxLength": MAX_LABEL_CHARS},
     "service_tier": {"enum": ["auto", "default", "priority", "flex", None], "description": "priority: realtime; flex: batch."},
     "strict": {**_FLAG, "description": "Refuse unknown fields instead of naming them in x-forebay-ignored."},
 }
@@ -120,7 +120,7 @@ def _header(name: str, schema: Schema) -> Schema:
     return {"name": name, "in": "header", "required": False, "schema": schema}
 
 
-_ID = _header("x-request-id", {"type": "string", "maxLength": 128})
+_ID = _header("x-request-id", {"type": "string", "maxLength": MAX_LABEL_CHARS})
 _HEADERS = [
     _ID,
     _header("x-forebay-class", {"enum": ["realtime", "standard", "batch"]}),

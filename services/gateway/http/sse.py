@@ -19,8 +19,6 @@ from services.gateway.http import errors
 _log = log.get(__name__)
 
 DONE = b"data: [DONE]\n\n"
-SLOW_READER_SECONDS = 30.0
-"""A client that takes nothing for so long is given up; until then only its own stream waits (F15)."""
 
 T = TypeVar("T")
 
@@ -54,7 +52,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes], slow_reader_seconds: float = SLOW_READER_SECONDS) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes], slow_reader_seconds: float) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks

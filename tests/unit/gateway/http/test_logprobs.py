@@ -3,8 +3,8 @@
 import math
 
 import orjson
-from forebay.v1 import types_pb2
 
+from forebay.v1 import types_pb2
 from services.gateway.http.logprobs import LOWEST, LegacyLogprobs, chat_content
 
 

@@ -1,0 +1,200 @@
+"""A gateway for tests: both faces on real sockets, a byte-per-token model, real tokens, and a scripted mesh behind it."""
+
+import base64
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import jwt
+import orjson
+import tokenizers
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from prometheus_client import CollectorRegistry
+
+from forebay.v1 import admin_pb2_grpc, inference_pb2_grpc, types_pb2
+from services.common import rpc
+from services.common.process import HttpServer
+from services.gateway.auth import Authenticator
+from services.gateway.fleet import FleetWatch
+from services.gateway.gateway import Gateway
+from services.gateway.http.app import create_app
+from services.gateway.mesh import Mesh, MeshLimits
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.models import Catalogue, ServedModel
+from services.gateway.request import Generation
+from services.gateway.server import make_server
+from services.gateway.text.template import ChatTemplate
+from services.gateway.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_alphabet
+from services.gateway.validator import Sampling
+from tests.fakes import FakeScheduler, FakeWorker, Script
+
+EOS = 256
+VOCAB_SIZE = 257
+MAX_MODEL_LEN = 2048
+ISSUER, AUDIENCE = "https://issuer.test", "forebay"
+FAST = MeshLimits(worker_silence=1.0, scheduler_answer=1.0, replace_patience=5.0, exclusion=0.2, backoff=0.01)
+_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'user' and loop.previtem is defined and loop.previtem.role == 'user' %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "[{{ message.role }}]{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+_KEY = Ed25519PrivateKey.generate()
+_numbers = itertools.count()
+
+
+def letters(text: str) -> list[int]:
+    """The ids of a text: one per byte."""
+    return list(text.encode())
+
+
+def make_tokenizer() -> Tokenizer:
+    """One token per byte, and an end token."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=byte_level_alphabet(), merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pieces = [bytes([byte]) for byte in range(256)] + [b"<eos>"]
+    return Tokenizer(backend, Vocabulary(pieces, SpecialTokens(ids=frozenset({EOS}), eos="<eos>")))
+
+
+def make_model(**fields: Any) -> ServedModel:
+    """The model "tiny", also called "small"."""
+    tokenizer = make_tokenizer()
+    defaults: dict[str, Any] = {
+        "name": "tiny",
+        "aliases": ("small",),
+        "tokenizer": tokenizer,
+        "template": ChatTemplate(_TEMPLATE, tokenizer.special),
+        "context_len": MAX_MODEL_LEN,
+        "vocab_size": VOCAB_SIZE,
+        "created": 1_700_000_000,
+        "max_model_len": MAX_MODEL_LEN,
+        "version": "0123456789abcdef",
+        "ready": True,
+    }
+    return ServedModel(**defaults | fields)
+
+
+def generation(
+    prompt: Sequence[int] = (1, 2, 3), *, org: str = "acme", deadline_seconds: float = 30.0, echo: bool = False, **sampling: Any
+) -> Generation:
+    """An admitted request, as the mesh client takes it."""
+    return Generation(
+        request_id=f"{next(_numbers):032x}",
+        org=org,
+        subject="someone",
+        roles=frozenset({"user"}),
+        latency_class=types_pb2.LATENCY_CLASS_STANDARD,
+        model=make_model(),
+        prompt_token_ids=list(prompt),
+        prompt_text=None,
+        sampling=Sampling(**{"max_tokens": 64, "temperature": 0.0, "seed": 1} | sampling),
+        echo=echo,
+        label="",
+        deadline_seconds=deadline_seconds,
+    )
+
+
+def make_token(org: str = "acme", *roles: str, **claims: Any) -> str:
+    """An authorization header for an org; roles default to user."""
+    now = int(time.time())
+    payload = {
+        "iss": ISSUER,
+        "aud": AUDIENCE,
+        "sub": "someone",
+        "owner": org,
+        "roles": list(roles or ("user",)),
+        "iat": now,
+        "exp": now + 600,
+    }
+    return "Bearer " + jwt.encode(payload | claims, _KEY, algorithm="EdDSA", headers={"kid": "k1"})
+
+
+def _jwks() -> str:
+    public = _KEY.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+    x = base64.urlsafe_b64encode(public).rstrip(b"=").decode()
+    return json.dumps({"keys": [{"kty": "OKP", "crv": "Ed25519", "alg": "EdDSA", "use": "sig", "kid": "k1", "x": x}]})
+
+
+@dataclass
+class Stack:
+    """A running gateway and what is around it."""
+
+    gateway: Gateway
+    scheduler: FakeScheduler
+    workers: list[FakeWorker]
+    registry: CollectorRegistry
+    http_address: str
+    grpc_address: str
+    http: httpx.AsyncClient
+    channel: grpc.aio.Channel
+    inference: Any
+    admin: Any
+
+    @staticmethod
+    def token(org: str = "acme", *roles: str, **claims: Any) -> str:
+        return make_token(org, *roles, **claims)
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, labels)
+
+
+@asynccontextmanager
+async def stack(*scripts: Script, limits: MeshLimits = FAST, slow_reader_seconds: float = 30.0) -> AsyncIterator[Stack]:
+    """A gateway over one scheduler and a worker per script, with clients that carry a user's token."""
+    workers = [FakeWorker(script, f"w{number}", max_model_len=MAX_MODEL_LEN) for number, script in enumerate(scripts)]
+    scheduler = FakeScheduler(workers)
+    for server in (*workers, scheduler):
+        await server.start()
+    registry = CollectorRegistry()
+    catalogue, mesh = Catalogue([make_model(ready=False)]), Mesh([scheduler.address], limits)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as jwks:
+        jwks.write(_jwks())
+        jwks.flush()
+        authenticator = Authenticator.from_file(Path(jwks.name), issuer=ISSUER, audience=AUDIENCE)
+        gateway = Gateway(
+            authenticator, catalogue, mesh, FleetWatch(mesh, catalogue), GatewayMetrics(registry), slow_reader_seconds=slow_reader_seconds
+        )
+        await gateway.fleet.look()
+        grpc_server, _ = make_server(gateway)
+        grpc_port = rpc.bind(grpc_server, "127.0.0.1:0")
+        await grpc_server.start()
+        http_server = HttpServer(create_app(gateway), "127.0.0.1:0", drain_seconds=1)
+        http_address = f"127.0.0.1:{await http_server.start()}"
+        channel = rpc.channel(f"127.0.0.1:{grpc_port}")
+        client = httpx.AsyncClient(base_url=f"http://{http_address}", headers={"authorization": make_token()}, timeout=30, trust_env=False)
+        inference, admin = inference_pb2_grpc.InferenceServiceStub(channel), admin_pb2_grpc.AdminServiceStub(channel)
+        try:
+            yield Stack(
+                gateway, scheduler, workers, registry, http_address, f"127.0.0.1:{grpc_port}", client, channel, inference, admin
+            )  # fmt: skip
+        finally:
+            await client.aclose()
+            await channel.close()
+            await http_server.stop()
+            await grpc_server.stop(0)
+            await mesh.close()
+            for server in (scheduler, *workers):
+                await server.stop()
+
+
+async def events_of(mesh: Stack, path: str, body: dict[str, Any], **headers: str) -> list[Any]:
+    """The server-sent events of a streamed request: objects, and "[DONE]" as it is."""
+    answer = await mesh.http.post(path, json=body | {"stream": True}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for line in answer.text.split("\n\n"):
+        if line:
+            assert line.startswith("data: ")
+            data = line.removeprefix("data: ")
+            events.append(data if data == "[DONE]" else orjson.loads(data))
+    return events
