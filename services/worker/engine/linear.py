@@ -61,6 +61,11 @@ def cut_rows(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(pieces)
 
 
+def padding(num_rows: int, sizes: tuple[int, ...]) -> int:
+    """Rows to add so that pieces of these sizes come out whole. No sizes: none."""
+    return sum(cut_rows(num_rows, sizes)) - num_rows if sizes else 0
+
+
 @lru_cache
 def linear_row_sizes(num_inputs: int, num_outputs: int, dtype: torch.dtype, num_threads: int) -> tuple[int, ...]:
     """The piece sizes, descending, that are safe for a matrix of this shape with this number of threads."""

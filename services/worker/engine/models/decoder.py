@@ -13,7 +13,7 @@ from services.worker.engine.attention.metadata import AttentionMetadata
 from services.worker.engine.attention.paged import PagedAttention, Plan
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.kv_cache import KVCache
-from services.worker.engine.linear import Linear
+from services.worker.engine.linear import Linear, padding
 from services.worker.engine.models.rotary import Rotary, rotate
 
 Weights = Callable[[str], Tensor]  # a tensor by its Hugging Face name, in the device and dtype to compute in
@@ -49,7 +49,7 @@ class Attention:
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str, layer: int, attend: PagedAttention) -> None:
         self.layer = layer
         self.attend = attend
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.heads = (config.num_heads, config.num_kv_heads)
         self.head_dim = config.head_dim
         names = [f"{prefix}.{side}_proj" for side in "qkv"]
         bias = torch.cat([weights(f"{name}.bias") for name in names]) if config.attention_bias else None
@@ -59,11 +59,14 @@ class Attention:
         self.k_norm = RMSNorm(weights(f"{prefix}.k_norm.weight"), config.norm_epsilon) if config.qk_norm else None
 
     def __call__(self, x: Tensor, turns: tuple[Tensor, Tensor], kv: KVCache, plan: Plan) -> Tensor:
-        q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split_with_sizes(self.heads, 1)
+        num_tokens = len(turns[0])
+        qk, v = self.qkv(x)[:num_tokens].view(num_tokens, -1, self.head_dim).split_with_sizes((sum(self.heads), self.heads[1]), 1)
         if self.q_norm and self.k_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *turns), rotate(k, *turns)
-        return self.out(self.attend(self.layer, q, k, v, kv, plan).flatten(1))
+            q, k = qk.split_with_sizes(self.heads, 1)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
+        q, k = rotate(qk, *turns).split_with_sizes(self.heads, 1)
+        attended = self.attend(self.layer, q, k, v, kv, plan).flatten(1)
+        return self.out(F.pad(attended, (0, 0, 0, len(x) - num_tokens)) if len(x) > num_tokens else attended)
 
 
 class Layer:
@@ -79,6 +82,11 @@ class Layer:
     def __call__(self, x: Tensor, turns: tuple[Tensor, Tensor], kv: KVCache, plan: Plan) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turns, kv, plan)
         return x.add_(self.mlp(self.mlp_norm(x)))
+
+    def row_sizes(self) -> tuple[int, ...]:
+        """Piece sizes that are safe for every product of the layer."""
+        sizes = [set(linear.row_sizes) for linear in (self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down)]
+        return tuple(sorted(set.intersection(*sizes), reverse=True))
 
 
 class Decoder:
@@ -96,6 +104,7 @@ class Decoder:
         # Tied: one tensor serves both ways, in the head's [hidden, vocab] layout.
         self.embedding = self.head.weight.t() if config.tied_embeddings else embedding
         self.rotary = Rotary(config, self.dtype, self.device)
+        self.row_sizes = self.layers[0].row_sizes()
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVCache, attention: AttentionMetadata, logit_rows: Tensor) -> Tensor:
@@ -106,6 +115,8 @@ class Decoder:
         plan = self.attend.plan(attention, kv)
         turns = self.rotary.at(positions, max(attention.context_lengths))
         x = self.embedding.index_select(0, tokens)
+        if missing := padding(len(x), self.row_sizes):
+            x = F.pad(x, (0, 0, 0, missing))  # once here, not at each product
         for layer in self.layers:
             x = layer(x, turns, kv, plan)
         return self.head(self.norm(x.index_select(0, logit_rows))).float()
