@@ -181,6 +181,15 @@ async def hear(call: Call) -> Heard:
     return heard
 
 
+def toy(runner: ToyRunner, *, num_blocks: int = 64, max_sequences: int = 8, max_step_tokens: int = 64) -> tuple[Engine, Served]:
+    """The real engine on a toy runner, with blocks of 4 tokens."""
+    config = EngineConfig(block_size=4, num_blocks=num_blocks, max_sequences=max_sequences, max_step_tokens=max_step_tokens)
+    engine = Engine(runner, config, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+    return engine, Served(
+        "toy@fp32", "0123456789abcdef", "toy", VOCAB_SIZE, block_size=4, num_blocks=num_blocks, max_model_len=4 * num_blocks
+    )
+
+
 @asynccontextmanager
 async def serving(
     *,
@@ -193,9 +202,7 @@ async def serving(
 ) -> AsyncIterator[Harness]:
     """A worker on free ports, stopped at the end."""
     runner = ToyRunner()
-    config = EngineConfig(block_size=4, num_blocks=num_blocks, max_sequences=max_sequences, max_step_tokens=max_step_tokens)
-    engine = Engine(runner, config, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
-    served = Served("toy@fp32", "0123456789abcdef", "toy", VOCAB_SIZE, block_size=4, num_blocks=num_blocks, max_model_len=4 * num_blocks)
+    engine, served = toy(runner, num_blocks=num_blocks, max_sequences=max_sequences, max_step_tokens=max_step_tokens)
     settings = WorkerSettings(model="toy", schedulers=schedulers, max_sequences=max_sequences, worker_id="w1")
     worker = Worker(engine, served, settings, pace=pace, beat=beat)
     await worker.start()

@@ -87,10 +87,9 @@ class Lease:
         since = self._token_at.get(output.choice_index)
         if since is not None:
             for _ in output.token_ids:
-                self._metrics.observe_token((now - since) / len(output.token_ids))
+                self._metrics.inter_token_latency.observe((now - since) / len(output.token_ids))
         self._token_at[output.choice_index] = now
         self.num_new_tokens += len(output.token_ids)
-        self._metrics.generation_tokens.inc(len(output.token_ids))
 
 
 class Leases:

@@ -20,7 +20,7 @@ class Beat:
     """Seconds between heartbeats and between attempts to attach."""
 
     heartbeat_seconds: float = 1.0
-    least_seconds: float = 0.01
+    least_seconds: float = 0.02
     """News come at once, but not more often than this."""
     first_retry_seconds: float = 0.1
     last_retry_seconds: float = 2.0

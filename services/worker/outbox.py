@@ -43,7 +43,7 @@ class Outbox:
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._wake = asyncio.Event()
-        self._pending: deque[TokenOutput] = deque()
+        self._pending: deque[tuple[TokenOutput, int]] = deque()  # with its bytes
         self._pending_bytes = 0
         self._urgent = False
         self._begun: set[int] = set()
@@ -56,13 +56,14 @@ class Outbox:
             return
         if output.finish_reason is not None:
             self._num_open -= 1
-        self._pending_bytes += size(output)
+        num_bytes = size(output)
+        self._pending_bytes += num_bytes
         if self._pending_bytes > self._pace.backlog_bytes:
             self.fail(StatusError(Code.RESOURCE_EXHAUSTED, f"the reader is too slow: {self._pending_bytes} bytes wait for it"))
             return
         if not self._pending:
             self._wake.set()
-        self._pending.append(output)
+        self._pending.append((output, num_bytes))
         if output.token_ids and output.choice_index not in self._begun:
             self._begun.add(output.choice_index)
             self._urgent = True
@@ -117,16 +118,16 @@ class Outbox:
         """As much as fits into one message, joined by choice. The rest stays urgent."""
         message = worker_pb2.TokenDeltas()
         deltas: dict[int, worker_pb2.TokenDelta] = {}
-        num_bytes = 0
-        while self._pending and (num_bytes == 0 or num_bytes + size(self._pending[0]) <= self._pace.message_bytes):
-            output = self._pending.popleft()
-            num_bytes += size(output)
+        total = 0
+        while self._pending and (total == 0 or total + self._pending[0][1] <= self._pace.message_bytes):
+            output, num_bytes = self._pending.popleft()
+            total += num_bytes
             delta = deltas.get(output.choice_index)
             if delta is None:
                 delta = deltas[output.choice_index] = message.deltas.add(
                     choice_index=output.choice_index, first_position=output.first_position
                 )
             append(delta, output)
-        self._pending_bytes -= num_bytes
+        self._pending_bytes -= total
         self._urgent = bool(self._pending)
         return message

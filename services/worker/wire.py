@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from forebay.v1 import types_pb2, worker_pb2
 from services.common.errors import Code, StatusError, invalid
-from services.worker.engine.request import EngineRequest, FinishReason, PositionLogprobs, SamplingParams, TokenLogprob, TokenOutput
+from services.worker.engine.request import EngineRequest, FinishReason, SamplingParams, TokenLogprob, TokenOutput
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
@@ -99,11 +99,10 @@ def append(delta: worker_pb2.TokenDelta, output: TokenOutput) -> None:
 
 def size(output: TokenOutput) -> int:
     """About the bytes of an output on the wire."""
-    return 16 + 4 * len(output.token_ids) + _logprob_bytes(output.logprobs) + _logprob_bytes(output.prompt_logprobs)
-
-
-def _logprob_bytes(positions: Iterable[PositionLogprobs]) -> int:
-    return sum(16 + 12 * (1 + len(position.top)) for position in positions)
+    num_bytes = 16 + 4 * len(output.token_ids)
+    for position in (*output.logprobs, *output.prompt_logprobs):
+        num_bytes += 16 + 12 * (1 + len(position.top))
+    return num_bytes
 
 
 def _token_logprob(token: TokenLogprob) -> types_pb2.TokenLogprob:

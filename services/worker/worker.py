@@ -54,6 +54,7 @@ class Worker:
         self._server = rpc.server()
         self._internal = InternalHttp(settings.internal_address, registry, self.why_not_ready, sound=self._why_not_sound)
         self._beat = beat
+        self._num_used_blocks = 0  # after the last turn
         self.address = ""
         self.internal_address = ""
 
@@ -157,6 +158,9 @@ class Worker:
     def _observe(self, turn: Turn) -> None:
         num_step_tokens = turn.step.num_tokens if turn.step else 0
         self._metrics.observe_turn(turn.stats, num_step_tokens=num_step_tokens, num_stale_outputs=self.loop.num_stale_outputs)
+        if turn.stats.num_used_blocks < self._num_used_blocks:
+            self.node.nudge()
+        self._num_used_blocks = turn.stats.num_used_blocks
 
     def _why_not_sound(self) -> str | None:
         if self.loop.failed.done():

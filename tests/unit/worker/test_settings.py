@@ -1,0 +1,61 @@
+"""A worker's environment, and the size of the cache that follows from it."""
+
+from pathlib import Path
+
+import pytest
+
+from services.worker.engine.config import ModelConfig, RopeConfig
+from services.worker.loading import engine_config, fingerprint
+from services.worker.settings import WorkerSettings
+
+SMALL = ModelConfig(
+    architecture="llama", num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=8, vocab_size=10,
+    max_position=64, norm_epsilon=1e-5, rope=RopeConfig(), tied_embeddings=True, attention_bias=False, qk_norm=False, sliding_window=None,
+    eos_token_ids=(2,),
+)  # fmt: skip
+BLOCK_BYTES = 2 * 2 * 1 * 4 * 4 * 16  # layers, k and v, heads, dim, bytes, tokens
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "name"),
+    [
+        ("/models/SmolLM2.Q4_1.gguf", "/models/SmolLM2.Q4_1.gguf", "smollm2.q4_1"),
+        ("/models/a.gguf=chat", "/models/a.gguf", "chat"),
+        ("/models/a=b.gguf=chat", "/models/a=b.gguf", "chat"),
+        ("/models/Qwen3-0.6B", "/models/Qwen3-0.6B", "qwen3-0.6b"),
+    ],
+)
+def test_a_model_is_a_path_and_perhaps_a_name(model: str, path: str, name: str) -> None:
+    settings = WorkerSettings(model=model)
+    assert (settings.model_path, settings.model_name) == (Path(path), name)
+
+
+def test_schedulers_are_a_list_without_doubles() -> None:
+    assert WorkerSettings(model="m", schedulers="a:1, b:2,,a:1").scheduler_addresses == ["a:1", "b:2"]
+    assert WorkerSettings(model="m").scheduler_addresses == []
+
+
+@pytest.mark.parametrize(("memory", "num_bytes"), [("512MB", 512_000_000), ("2GiB", 2 << 30), ("4096", 4096)])
+def test_memory_is_given_with_a_unit(monkeypatch: pytest.MonkeyPatch, memory: str, num_bytes: int) -> None:
+    monkeypatch.setenv("FOREBAY_KV_MEMORY", memory)
+    assert WorkerSettings(model="m").kv_memory == num_bytes
+
+
+def test_the_cache_is_as_large_as_its_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_KV_MEMORY", str(10 * BLOCK_BYTES + 5))
+    assert engine_config(WorkerSettings(model="m"), SMALL).num_blocks == 10
+    assert engine_config(WorkerSettings(model="m", num_blocks=7), SMALL).num_blocks == 7
+
+
+def test_too_little_memory_is_refused_with_the_least_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_KV_MEMORY", str(BLOCK_BYTES))
+    with pytest.raises(ValueError, match=rf"FOREBAY_KV_MEMORY={BLOCK_BYTES} .* set {2 * BLOCK_BYTES} or more"):
+        engine_config(WorkerSettings(model="m"), SMALL)
+
+
+def test_the_fingerprint_names_level_cache_and_runner() -> None:
+    config = engine_config(WorkerSettings(model="m", num_blocks=2), SMALL)
+    level, cache, runner = fingerprint(config).split("/")
+    assert (level, cache) == ("fp32", "kv-fp32")
+    assert runner.startswith("torch-")
+    assert "cpu-" in runner
