@@ -159,7 +159,7 @@ async def running_scheduler(
     """A whole scheduler with fast clocks."""
     store = Store(url, timeout_seconds=redis_timeout)
     await store.open(wait_seconds=5)
-    fast: dict[str, Any] = {"poll_seconds": 0.05, "tell_seconds": 0.05, "no_worker_seconds": 0.5, "timing": Timing(1.0, 1.0, 1.5, 5.0)}
+    fast: dict[str, Any] = {"poll_seconds": 0.05, "tell_seconds": 0.05, "no_worker_seconds": 0.5, "timing": Timing(1.0, 1.0, 1.5, 0.5)}
     scheduler = Scheduler(store, Options(scheduler_id=scheduler_id, **{**fast, **options}))
     server = rpc.server()
     add_services(server, scheduler)
@@ -173,6 +173,7 @@ async def running_scheduler(
         finally:
             await scheduler.stop()
             await server.stop(None)
+            await scheduler.drain()
             await store.close()
 
 

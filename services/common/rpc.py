@@ -1,5 +1,6 @@
 """gRPC channels and servers with the mesh's limits: message size, keepalive, health, reflection, channelz."""
 
+import socket
 from collections.abc import Iterable
 
 import grpc
@@ -65,6 +66,16 @@ async def set_health(servicer: health.aio.HealthServicer, *, serving: bool, serv
 def bind(server: grpc.aio.Server, address: str) -> int:
     """Binds host:port (port 0: any) and returns the port. OSError names the address where it is taken."""
     try:
+        _try_to_bind(address)
         return server.add_insecure_port(address)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise OSError(f"cannot listen on {address}: choose another port or stop what uses it") from error
+
+
+def _try_to_bind(address: str) -> None:
+    """Fails as gRPC would, but without the line that gRPC's core writes to standard error then."""
+    host, _, port = address.rpartition(":")
+    for family, kind, protocol, _, name in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[:1]:
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(name)

@@ -40,6 +40,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     finally:
         await scheduler.stop()
         await server.stop(DRAIN_SECONDS)
+        await scheduler.drain()
         await internal.stop()
         await store.close()
 

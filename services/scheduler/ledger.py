@@ -13,12 +13,15 @@ from services.scheduler.store import Call, Store
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds until a ticket or lease that nobody speaks for is over. A pause between sweeps longer than `pause` counts for nobody."""
+    """Seconds until a ticket or lease that nobody speaks for is over.
+
+    Without a sweep for longer than `pause`, all terms start anew; so it must be shorter than they are, by a second to speak in.
+    """
 
     stream_gone: float = 5.0
     start: float = 3.5
     lease: float = 10.0
-    pause: float = 3.0
+    pause: float = 2.0
 
 
 @dataclass(frozen=True)

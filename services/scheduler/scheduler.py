@@ -55,7 +55,7 @@ class Options:
 
 
 class Scheduler:
-    """Start it, serve it, stop it. The store is the caller's to open and close."""
+    """Start it, serve it, stop it, drain it. The store is the caller's to open and close."""
 
     def __init__(self, store: Store, options: Options) -> None:
         self.options = options
@@ -91,7 +91,11 @@ class Scheduler:
         self.waiting.settle_all(StatusError(Code.UNAVAILABLE, "this scheduler is stopping: ask another", reason="STOPPING"))
         for task in self._loops:
             task.cancel()
-        await asyncio.gather(*self._loops, *self._errands, return_exceptions=True)
+        await asyncio.gather(*self._loops, return_exceptions=True)
+
+    async def drain(self) -> None:
+        """Waits for the last errands, when no call can send new ones."""
+        await asyncio.gather(*self._errands)
 
     def new_holder(self) -> str:
         """A name for a Place stream, unique in the mesh."""

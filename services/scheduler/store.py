@@ -62,6 +62,7 @@ class Store:
         self._subscriber = ConnectionPool.from_url(url, health_check_interval=5, **options)
         self._limit = asyncio.Semaphore(MAX_CONNECTIONS)
         self._idle: list[Connection] = []
+        self._closed = False
         self.num_in_use = 0
         self.circuit = circuit or Circuit()
         self.num_failures = 0
@@ -89,7 +90,8 @@ class Store:
             )
 
     async def close(self) -> None:
-        """Closes every idle connection."""
+        """Closes every connection, those in use as soon as they are idle."""
+        self._closed = True
         await self._close_idle()
         await self._subscriber.disconnect()
 
@@ -122,7 +124,6 @@ class Store:
         for reply in replies:
             if isinstance(reply, RedisError):  # Loading, read-only, out of memory, or a script that is wrong.
                 raise self._trouble(reply)
-        self.circuit.succeeded()
         return replies
 
     async def _attempt(self, commands: Sequence[Sequence[str | int | float]]) -> list[Any]:
@@ -132,13 +133,15 @@ class Store:
             try:
                 async with asyncio.timeout(self._timeout_seconds):
                     try:
-                        return await self._exchange(commands)
+                        replies = await self._exchange(commands)
                     except (RedisConnectionError, OSError):
                         # Idle connections don't survive a restart of Redis. Every script may run twice.
                         await self._close_idle()
-                        return await self._exchange(commands)
+                        replies = await self._exchange(commands)
             except (RedisError, OSError, TimeoutError) as error:
                 raise self._trouble(error) from error
+            self.circuit.succeeded()
+            return replies
 
     async def _exchange(self, commands: Sequence[Sequence[str | int | float]]) -> list[Any]:
         connection: Any = self._idle.pop() if self._idle else self._factory.make_connection()  # type: ignore[no-untyped-call]
@@ -155,6 +158,8 @@ class Store:
         finally:
             self.num_in_use -= 1
         self._idle.append(connection)
+        if self._closed:
+            await self._close_idle()
         return replies
 
     def _trouble(self, error: Exception) -> errors.StatusError:

@@ -4,8 +4,8 @@ import asyncio
 
 import grpc
 import pytest
-from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
 
+from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
 from services.common.errors import Code
 from tests.scheduler_harness import RunningScheduler, failure_of, fake_worker, lease_of, running_scheduler, until, wire_ticket
 
@@ -220,7 +220,8 @@ async def test_the_fleet_as_operators_see_it(scheduler: RunningScheduler) -> Non
         await until(queued)
         fleet = await scheduler.admin.GetFleet(admin_pb2.GetFleetRequest())
         assert fleet.scheduler_id == "s1"
-        assert [(w.registration.worker_id, w.ready, w.not_ready_reason) for w in fleet.workers] == [("w1", True, ""), ("w2", False, "draining")]
+        states = [(worker.registration.worker_id, worker.ready, worker.not_ready_reason) for worker in fleet.workers]
+        assert states == [("w1", True, ""), ("w2", False, "draining")]
         assert all(worker.heartbeat_age_seconds < 5 for worker in fleet.workers)
         (queue,) = fleet.queues
         assert (queue.model, queue.latency_class, queue.num_waiting) == ("tiny@fp32", 1, 1)

@@ -1,0 +1,85 @@
+"""Who is attached, and why new work does or doesn't go there."""
+
+import pytest
+
+from forebay.v1 import scheduler_pb2
+from services.scheduler.policy.order import Ticket
+from services.scheduler.registry import FORGET_SECONDS, Registry
+
+
+def _register(worker_id: str = "w1", *, loaded: bool = True, version: str = "v1") -> scheduler_pb2.Register:
+    model = scheduler_pb2.WorkerModel(model="tiny@fp32", version=version, block_size=16, num_blocks=64, max_model_len=1024, loaded=loaded)
+    return scheduler_pb2.Register(worker_id=worker_id, incarnation="i1", address="host:1", max_sequences=4, models=[model])
+
+
+def _registry() -> Registry:
+    return Registry(liveness_seconds=3.0, max_waiting=2)
+
+
+def _ticket(version: str = "v1") -> Ticket:
+    return Ticket("r", "org", 2, "tiny@fp32", version, 1, 1)
+
+
+def _reason(registry: Registry, now: float) -> str:
+    (state,) = registry.states(now)
+    assert state.ready == (state.not_ready_reason == "") == bool(registry.usable(now))
+    return state.not_ready_reason
+
+
+def test_a_registered_worker_is_usable_with_some_room_for_waiting() -> None:
+    registry = _registry()
+    registry.attach(_register(), object(), now=0.0)
+    (worker,) = registry.usable(1.0)
+    assert (worker.worker_id, worker.max_sequences, worker.max_slots, worker.models["tiny@fp32"].num_blocks) == ("w1", 4, 6, 64)
+
+
+@pytest.mark.parametrize(
+    ("heartbeat", "words"),
+    [
+        ({"healthy": True}, ""),
+        ({"healthy": False}, "makes no progress"),
+        ({"healthy": True, "draining": True}, "draining"),
+    ],
+)
+def test_the_last_heartbeat_decides(heartbeat: dict[str, bool], words: str) -> None:
+    registry, stream = _registry(), object()
+    registry.attach(_register(), stream, now=0.0)
+    assert registry.beat("w1", stream, scheduler_pb2.Heartbeat(**heartbeat), now=1.0)
+    assert words in _reason(registry, 1.0)
+    assert bool(_reason(registry, 1.0)) == bool(words)
+
+
+def test_silence_loading_and_a_lost_stream_are_reasons() -> None:
+    registry, stream = _registry(), object()
+    registry.attach(_register(loaded=False), stream, now=0.0)
+    assert _reason(registry, 0.0) == "no model is loaded yet"
+    registry.attach(_register(), stream, now=1.0)
+    assert _reason(registry, 4.0) == ""
+    assert _reason(registry, 4.1) == "no heartbeat for 3.1 s"
+    assert registry.detach("w1", stream)
+    assert "stream ended" in _reason(registry, 5.0)
+    assert registry.known(5.0), "it still counts when judging what could ever fit"
+    assert registry.known(2.0 + FORGET_SECONDS) == []
+
+
+def test_an_older_stream_of_a_worker_has_no_say() -> None:
+    registry, old, new = _registry(), object(), object()
+    registry.attach(_register(), old, now=0.0)
+    registry.attach(_register(), new, now=1.0)
+    assert not registry.beat("w1", old, scheduler_pb2.Heartbeat(healthy=False), now=2.0)
+    assert not registry.detach("w1", old)
+    assert _reason(registry, 2.0) == ""
+
+
+def test_when_a_model_was_served_last() -> None:
+    registry, stream = _registry(), object()
+    assert registry.served_at(_ticket()) is None
+    registry.attach(_register(), stream, now=1.0)
+    registry.beat("w1", stream, scheduler_pb2.Heartbeat(healthy=False), now=2.0)
+    assert registry.served_at(_ticket()) == 1.0
+    assert registry.served_at(_ticket("")) == 1.0
+    assert registry.served_at(_ticket("v2")) is None
+    registry.note_served("tiny@fp32", "v2", 5.0)
+    registry.note_served("tiny@fp32", "v2", 4.0)
+    assert registry.served_at(_ticket("v2")) == 5.0
+    assert registry.ready_by_model(2.0) == {"tiny@fp32": 0}
