@@ -148,20 +148,30 @@ class Stack:
 
 
 @asynccontextmanager
-async def stack(*scripts: Script, limits: MeshLimits = FAST, slow_reader_seconds: float = 30.0) -> AsyncIterator[Stack]:
+async def stack(
+    *scripts: Script, limits: MeshLimits = FAST, slow_reader_seconds: float = 30.0, max_tokens_cap: int = 32_768, **model: Any
+) -> AsyncIterator[Stack]:
     """A gateway over one scheduler and a worker per script, with clients that carry a user's token."""
-    workers = [FakeWorker(script, f"w{number}", max_model_len=MAX_MODEL_LEN) for number, script in enumerate(scripts)]
+    workers = [
+        FakeWorker(script, f"w{number}", max_model_len=model.get("max_model_len", MAX_MODEL_LEN)) for number, script in enumerate(scripts)
+    ]
     scheduler = FakeScheduler(workers)
     for server in (*workers, scheduler):
         await server.start()
     registry = CollectorRegistry()
-    catalogue, mesh = Catalogue([make_model(ready=False)]), Mesh([scheduler.address], limits)
+    catalogue, mesh = Catalogue([make_model(**{"ready": False} | model)]), Mesh([scheduler.address], limits)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as jwks:
         jwks.write(_jwks())
         jwks.flush()
         authenticator = Authenticator.from_file(Path(jwks.name), issuer=ISSUER, audience=AUDIENCE)
         gateway = Gateway(
-            authenticator, catalogue, mesh, FleetWatch(mesh, catalogue), GatewayMetrics(registry), slow_reader_seconds=slow_reader_seconds
+            authenticator,
+            catalogue,
+            mesh,
+            FleetWatch(mesh, catalogue),
+            GatewayMetrics(registry),
+            max_tokens_cap=max_tokens_cap,
+            slow_reader_seconds=slow_reader_seconds,
         )
         await gateway.fleet.look()
         grpc_server, _ = make_server(gateway)

@@ -84,14 +84,14 @@ async def test_echo_with_logprobs_covers_prompt_and_output() -> None:
         assert [value for piece in pieces for value in piece[name]] == values
 
 
-@pytest.mark.parametrize("max_tokens", [-1, 2**31, 2**70, 1.5, "5", [], MAX_MODEL_LEN])
-@pytest.mark.parametrize("extra", [{}, {"echo": True}, {"logprobs": 1}, {"echo": True, "logprobs": 1}])
-async def test_b28_wrong_max_tokens_are_refused(max_tokens: Any, extra: dict[str, Any]) -> None:
+async def test_b28_wrong_max_tokens_are_refused() -> None:
     async with stack(play(letters("x"))) as mesh:
-        answer = await mesh.http.post(URL, json={"prompt": "ab", "max_tokens": max_tokens, **extra})
+        for max_tokens in (-1, 2**31, 2**70, 1.5, "5", [], MAX_MODEL_LEN):
+            for extra in ({}, {"echo": True}, {"logprobs": 1}, {"echo": True, "logprobs": 1}):
+                answer = await mesh.http.post(URL, json={"prompt": "ab", "max_tokens": max_tokens, **extra})
+                assert answer.status_code == 400
+                assert answer.json()["error"]["param"] == "max_tokens"
         assert not mesh.scheduler.places
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "max_tokens"
 
 
 async def test_b28_no_output_is_scoring_with_echo_and_else_refused() -> None:
