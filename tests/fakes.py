@@ -205,6 +205,7 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         self.finishes: Journal[scheduler_pb2.FinishRequest] = Journal()
         self.withdrawn: Journal[str] = Journal()
         self.fleet_error: StatusError | None = None
+        self.looks: Journal[str] = Journal()  # one entry per GetFleet
         self._leases: dict[str, scheduler_pb2.Lease] = {}
         self._turn = 0
 
@@ -251,6 +252,7 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         return scheduler_pb2.FinishResponse(ended=True)
 
     async def GetFleet(self, request: admin_pb2.GetFleetRequest, context: Any) -> admin_pb2.GetFleetResponse:
+        self.looks.append(context.peer())
         if self.fleet_error is not None:
             await abort(context, self.fleet_error)
         return admin_pb2.GetFleetResponse(workers=[worker.state() for worker in self.workers], scheduler_id="s1")

@@ -57,12 +57,28 @@ def letters(text: str) -> list[int]:
     return list(text.encode())
 
 
-def make_tokenizer() -> Tokenizer:
-    """One token per byte, and an end token."""
+def _backend() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=byte_level_alphabet(), merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return backend
+
+
+def make_tokenizer() -> Tokenizer:
+    """One token per byte, and an end token."""
     pieces = [bytes([byte]) for byte in range(256)] + [b"<eos>"]
-    return Tokenizer(backend, Vocabulary(pieces, SpecialTokens(ids=frozenset({EOS}), eos="<eos>")))
+    return Tokenizer(_backend(), Vocabulary(pieces, SpecialTokens(ids=frozenset({EOS}), eos="<eos>")))
+
+
+def write_model(folder: Path) -> Path:
+    """The same model as a folder, as far as a gateway reads one."""
+    folder.mkdir()
+    backend = _backend()
+    backend.add_special_tokens(["<eos>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": _TEMPLATE}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN}))
+    return folder
 
 
 def make_model(**fields: Any) -> ServedModel:
@@ -118,10 +134,12 @@ def make_token(org: str = "acme", *roles: str, **claims: Any) -> str:
     return "Bearer " + jwt.encode(payload | claims, _KEY, algorithm="EdDSA", headers={"kid": "k1"})
 
 
-def _jwks() -> str:
+def write_jwks(path: Path) -> Path:
+    """The public key of `make_token`."""
     public = _KEY.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
     x = base64.urlsafe_b64encode(public).rstrip(b"=").decode()
-    return json.dumps({"keys": [{"kty": "OKP", "crv": "Ed25519", "alg": "EdDSA", "use": "sig", "kid": "k1", "x": x}]})
+    path.write_text(json.dumps({"keys": [{"kty": "OKP", "crv": "Ed25519", "alg": "EdDSA", "use": "sig", "kid": "k1", "x": x}]}))
+    return path
 
 
 @dataclass
@@ -160,10 +178,8 @@ async def stack(
         await server.start()
     registry = CollectorRegistry()
     catalogue, mesh = Catalogue([make_model(**{"ready": False} | model)]), Mesh([scheduler.address], limits)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as jwks:
-        jwks.write(_jwks())
-        jwks.flush()
-        authenticator = Authenticator.from_file(Path(jwks.name), issuer=ISSUER, audience=AUDIENCE)
+    with tempfile.TemporaryDirectory() as folder:
+        authenticator = Authenticator.from_file(write_jwks(Path(folder) / "jwks.json"), issuer=ISSUER, audience=AUDIENCE)
         gateway = Gateway(
             authenticator,
             catalogue,

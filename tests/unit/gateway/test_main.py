@@ -1,0 +1,138 @@
+"""The gateway as a process: it comes up without a scheduler, says where it listens, drains, and blames settings in one line."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.gateway.__main__ import main, serve
+from services.gateway.settings import GatewaySettings
+from tests.fakes import LENGTH, FakeScheduler, FakeWorker, WorkerCall, play
+from tests.unit.gateway.build import AUDIENCE, ISSUER, letters, make_token, write_jwks, write_model
+
+
+def environment(tmp_path: Path, schedulers: str) -> dict[str, str]:
+    return {
+        "FOREBAY_GRPC_ADDRESS": "127.0.0.1:0",
+        "FOREBAY_HTTP_ADDRESS": "127.0.0.1:0",
+        "FOREBAY_SCHEDULERS": schedulers,
+        "FOREBAY_MODELS": f"{write_model(tmp_path / 'model')}=tiny|small",
+        "FOREBAY_JWKS_FILE": str(write_jwks(tmp_path / "jwks.json")),
+        "FOREBAY_JWT_ISSUER": ISSUER,
+        "FOREBAY_JWT_AUDIENCE": AUDIENCE,
+    }
+
+
+@asynccontextmanager
+async def running(
+    tmp_path: Path, schedulers: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[dict[str, Any], asyncio.Event, asyncio.Task[None]]]:
+    """What it announces, its stop signal and its task."""
+    for name, value in environment(tmp_path, schedulers).items():
+        monkeypatch.setenv(name, value)
+    announced: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr("services.gateway.__main__.announce", lambda event, **facts: announced.set_result({"event": event, **facts}))
+    stop = asyncio.Event()
+    task = asyncio.create_task(serve(GatewaySettings(), stop))  # type: ignore[call-arg]  # the environment gives the fields
+    await asyncio.wait({task, announced}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        await task
+    try:
+        yield announced.result(), stop, task
+    finally:
+        stop.set()
+        await task
+
+
+async def test_it_comes_up_alone_and_is_ready_when_the_fleet_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = FakeWorker(play(letters("hi")))
+    scheduler = FakeScheduler([worker])
+    address = await scheduler.start()
+    await scheduler.stop()
+    await worker.start()
+    async with running(tmp_path, address, monkeypatch) as (announced, _, _task), httpx.AsyncClient(trust_env=False) as client:
+        assert announced["event"] == "listening"
+        assert announced["service"] == "gateway"
+        internal, public = f"http://{announced['internal_address']}", f"http://{announced['http_address']}"
+        assert (await client.get(f"{internal}/ready")).status_code == 503
+        assert (await client.get(f"{public}/health")).status_code == 200
+        answer = await client.post(f"{public}/v1/completions", json={"prompt": "a"}, headers={"authorization": make_token()})
+        assert answer.status_code == 503
+        await scheduler.start(address)
+        while (await client.get(f"{public}/ready")).status_code != 200:
+            await scheduler.looks.until_length(len(scheduler.looks) + 1)
+        answer = await client.post(f"{public}/v1/completions", json={"prompt": "a"}, headers={"authorization": make_token()})
+        assert answer.json()["choices"][0]["text"] == "hi"
+        metrics = (await client.get(f"{internal}/metrics")).text
+        assert 'forebay_requests_total{face="http",latency_class="standard",model="tiny",status="OK"} 1.0' in metrics
+        await scheduler.finishes.until_length(1)
+    await scheduler.stop()
+    await worker.stop()
+
+
+async def test_on_stop_open_streams_go_on_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = asyncio.Event()
+
+    async def slow(call: WorkerCall) -> None:
+        await call.accept()
+        await call.tokens(letters("be"))
+        await release.wait()
+        await call.tokens(letters("gun"), reason=LENGTH)
+        await call.complete()
+
+    worker = FakeWorker(slow)
+    scheduler = FakeScheduler([worker])
+    await worker.start()
+    async with (
+        running(tmp_path, await scheduler.start(), monkeypatch) as (announced, stop, task),
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        url, headers = f"http://{announced['http_address']}/v1/completions", {"authorization": make_token()}
+        async with client.stream("POST", url, json={"prompt": "a", "stream": True}, headers=headers) as answer:
+            lines = answer.aiter_lines()
+            first = json.loads((await anext(lines)).removeprefix("data: "))
+            stop.set()
+            internal = f"http://{announced['internal_address']}/ready"
+            while (await client.get(internal)).status_code != 503:
+                pass
+            assert not task.done()
+            release.set()
+            rest = [line.removeprefix("data: ") async for line in lines if line]
+        assert first["choices"][0]["text"] + "".join(json.loads(line)["choices"][0]["text"] for line in rest[:-1]) == "begun"
+        assert rest[-1] == "[DONE]"
+        await task
+        assert len(scheduler.finishes) == 1
+    await scheduler.stop()
+    await worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"FOREBAY_SCHEDULERS": None}, "FOREBAY_SCHEDULERS"),
+        ({"FOREBAY_SCHEDULERS": " , "}, "FOREBAY_SCHEDULERS"),
+        ({"FOREBAY_MODELS": "/nowhere=tiny"}, "/nowhere"),
+        ({"FOREBAY_JWKS_FILE": None}, "FOREBAY_JWKS_FILE"),
+        ({"FOREBAY_JWKS_FILE": "/nowhere.json"}, "/nowhere.json"),
+        ({"FOREBAY_LOG_LEVEL": "loud"}, "FOREBAY_LOG_LEVEL=loud"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(
+    change: dict[str, str | None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("services.common.log.setup", lambda *_: None)
+    for name, value in (environment(tmp_path, "127.0.0.1:1") | change).items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert main() == 1
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert words in out.err
+    assert len(out.err.strip().splitlines()) == 1
