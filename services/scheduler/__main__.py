@@ -36,7 +36,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         internal_address = f"{settings.internal_address.rpartition(':')[0]}:{internal_port}"
         line = {"event": "listening", "service": "scheduler", "address": address, "internal_address": internal_address}
         print(json.dumps(line), flush=True)
-        await stop.wait()
+        await scheduler.run_until(stop)
     finally:
         await scheduler.stop()
         await server.stop(DRAIN_SECONDS)

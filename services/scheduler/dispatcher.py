@@ -59,9 +59,11 @@ class Dispatcher:
             return False
         usable, fifos = await self._ledger.view(workers, MAX_HEADS)
         placements = plan(arrange(fifos), usable, self._rules)
-        for placement, outcome in zip(placements, await self._ledger.commit(placements, self._rules), strict=True):
+        outcomes = await self._ledger.commit(placements, self._rules)
+        for placement, outcome in zip(placements, outcomes, strict=True):
             self._report(placement, outcome)
-        return bool(placements)
+        # There may be more. If others won every race, they look for more themselves.
+        return any(isinstance(outcome, Lease) for outcome in outcomes)
 
     def _report(self, placement: Placement, outcome: Lease | str) -> None:
         if isinstance(outcome, str):

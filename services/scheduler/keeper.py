@@ -84,7 +84,7 @@ class Keeper:
     def unserved(self, ticket: Ticket) -> StatusError | None:
         """UNAVAILABLE if no worker has served the ticket's model for too long. A scheduler that has just started doesn't know yet."""
         now = time.monotonic()
-        served_at = self._registry.served_at(ticket)
+        served_at = self._registry.served_at(ticket, now)
         if now - max(served_at or 0.0, self._started_at) <= self._no_worker_seconds:
             return None
         what = f"{ticket.model} in version {ticket.model_version}" if ticket.model_version else ticket.model

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from forebay.v1 import admin_pb2, scheduler_pb2
 from services.scheduler.policy.order import Ticket
-from services.scheduler.policy.pick import ServedModel, Worker
+from services.scheduler.policy.pick import ServedModel, Worker, serves
 
 FORGET_SECONDS = 60.0
 """How long a worker that has left is still shown, and still counts when judging what the fleet could ever hold."""
@@ -83,12 +83,11 @@ class Registry:
         self._forget(now)
         return [as_worker(w.registration, self._max_waiting) for w in self._workers.values()]
 
-    def served_at(self, ticket: Ticket) -> float | None:
-        """When a ready worker was last seen that serves this ticket's model; None if never."""
-        times = [
-            at for (model, version), at in self._last_served.items() if model == ticket.model and ticket.model_version in ("", version)
-        ]
-        return max(times, default=None)
+    def served_at(self, ticket: Ticket, now: float) -> float | None:
+        """When a ready worker was last seen that serves this ticket's model: now, if one is here. None if never."""
+        if any(serves(worker, ticket) for worker in self.usable(now)):
+            return now
+        return max((at for (model, version), at in self._last_served.items() if _names(ticket, model, version)), default=None)
 
     def note_served(self, model: str, version: str, at: float) -> None:
         """Another scheduler has seen it served."""
@@ -137,3 +136,7 @@ def as_worker(r: scheduler_pb2.Register, max_waiting: int) -> Worker:
     """The policy's view of a worker with nothing in use."""
     models = {m.model: ServedModel(m.version, m.block_size, m.num_blocks, m.max_model_len) for m in _loaded(r)}
     return Worker(r.worker_id, r.incarnation, r.address, r.max_sequences, r.max_sequences + max_waiting, models)
+
+
+def _names(ticket: Ticket, model: str, version: str) -> bool:
+    return model == ticket.model and ticket.model_version in ("", version)

@@ -81,8 +81,14 @@ class Scheduler:
         """Starts the loops."""
         loops = [self.dispatcher.run(), self.keeper.run(), self.keeper.tell_positions(), self._listen()]
         self._loops = [asyncio.create_task(loop) for loop in loops]
-        for task in self._loops:
-            task.add_done_callback(_report_death)
+
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Returns when `stop` is set. Raises what has ended one of the loops, if that comes first: better gone than half alive."""
+        stopped = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait([stopped, *self._loops], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        for task in done:
+            task.result()
 
     async def stop(self) -> None:
         """Sends the waiting streams to other schedulers, where they keep their places, and ends the loops."""
@@ -133,8 +139,3 @@ class Scheduler:
                 self.placed(Lease.parse(event["lease"]), event["line"])
             else:
                 asyncio.get_running_loop().call_later(self.options.peer_delay_seconds, self.dispatcher.wake)
-
-
-def _report_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        LOG.error("loop_died", exc_info=error)

@@ -66,6 +66,10 @@ async def test_two_schedulers_place_each_of_200_tickets_once(redis_server) -> No
 _LINE = {"model": "tiny@fp32", "latency_class": "standard"}
 
 
+def _ended(scheduler: RunningScheduler, reason: str) -> float | None:
+    return scheduler.scheduler.metrics.registry.get_sample_value("forebay_finished_total", {**_LINE, "reason": reason})
+
+
 async def test_a_ticket_is_placed_by_another_scheduler_that_has_the_worker(redis_server) -> None:
     async with running_scheduler(redis_server.url, "s1") as s1, running_scheduler(redis_server.url, "s2") as s2:
         waiting = asyncio.create_task(lease_of(s1.place(wire_ticket())))
@@ -114,7 +118,7 @@ async def test_a_stream_that_never_returns_is_dropped(redis_server) -> None:
         await s1.kill()
         await lost
         await until(lambda: _depth(s2, 0))
-        assert s2.scheduler.metrics.registry.get_sample_value("forebay_finished_total", {**_LINE, "reason": "dropped"}) == 1
+        await until(lambda: _ended(s2, "dropped") == 1)
 
 
 async def test_a_stopping_scheduler_sends_its_callers_elsewhere(redis_server) -> None:
@@ -178,14 +182,13 @@ async def test_a_lease_that_is_not_started_ends_and_its_room_is_free(redis_serve
             await lease_of(scheduler.place(wire_ticket()))
         worker.accept(await lease_of(scheduler.place(wire_ticket("next"))))
         await until(lambda: _leases(scheduler, 1))
-        assert scheduler.scheduler.metrics.registry.get_sample_value("forebay_finished_total", {**_LINE, "reason": "not started"}) == 3
+        await until(lambda: _ended(scheduler, "not started") == 3)
 
 
 async def test_after_a_gateways_death_its_leases_expire(redis_server) -> None:
     async with running_scheduler(redis_server.url) as scheduler, fake_worker(scheduler) as worker:
         lease = await lease_of(scheduler.place(wire_ticket()))
         worker.accept(lease)
-        running = scheduler.scheduler.metrics.registry
 
         async def listed() -> bool:
             return await scheduler.store.commands(["HGET", f"forebay:1:ticket:{lease.request_id}", "started"]) == ["1"]
@@ -193,7 +196,7 @@ async def test_after_a_gateways_death_its_leases_expire(redis_server) -> None:
         await until(listed)
         worker.leases.clear()
         await until(lambda: _leases(scheduler, 0))
-        assert running.get_sample_value("forebay_finished_total", {**_LINE, "reason": "expired"}) == 1
+        await until(lambda: _ended(scheduler, "expired") == 1)
 
 
 async def test_a_restarted_worker_starts_empty(redis_server) -> None:
@@ -321,3 +324,15 @@ async def test_a_frozen_redis_is_refused_within_a_second_and_waiting_streams_sta
             redis_server.resume()
         await _eventually_end(scheduler, worker, held[0])
         assert (await waits).epoch == 1
+
+
+async def test_a_scheduler_whose_loop_dies_ends_instead_of_living_half(redis_server) -> None:
+    async with running_scheduler(redis_server.url) as scheduler:
+        ending = asyncio.create_task(scheduler.scheduler.run_until(asyncio.Event()))
+
+        async def heard() -> bool:
+            return await scheduler.store.commands(["PUBLISH", "forebay:1:events", '"no event"']) == [1]
+
+        await until(heard)
+        with pytest.raises(AttributeError):
+            await ending

@@ -73,13 +73,14 @@ def test_an_older_stream_of_a_worker_has_no_say() -> None:
 
 def test_when_a_model_was_served_last() -> None:
     registry, stream = _registry(), object()
-    assert registry.served_at(_ticket()) is None
+    assert registry.served_at(_ticket(), 0.5) is None
     registry.attach(_register(), stream, now=1.0)
+    assert registry.served_at(_ticket(), 1.5) == 1.5, "it is ready still"
     registry.beat("w1", stream, scheduler_pb2.Heartbeat(healthy=False), now=2.0)
-    assert registry.served_at(_ticket()) == 1.0
-    assert registry.served_at(_ticket("")) == 1.0
-    assert registry.served_at(_ticket("v2")) is None
+    assert registry.served_at(_ticket(), 3.0) == 1.0
+    assert registry.served_at(_ticket(""), 3.0) == 1.0
+    assert registry.served_at(_ticket("v2"), 3.0) is None
     registry.note_served("tiny@fp32", "v2", 5.0)
     registry.note_served("tiny@fp32", "v2", 4.0)
-    assert registry.served_at(_ticket("v2")) == 5.0
+    assert registry.served_at(_ticket("v2"), 6.0) == 5.0
     assert registry.ready_by_model(2.0) == {"tiny@fp32": 0}
