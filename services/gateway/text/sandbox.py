@@ -26,7 +26,7 @@ MAX_OUTPUT_CHARS = 4 << 20
 _MAX_STEPS = 400_000  # loop turns and calls of one rendering
 _MAX_SECONDS = 1.0  # of the thread's CPU: a busy machine is not the template's fault
 _MAX_ITEMS = 100_000  # of a list that an operator makes
-_MAX_DIGITS = 4_096  # bits, of a whole number that an operator makes
+_MAX_BITS = 4_096  # of a whole number that an operator makes
 _MAX_WIDTH = 1_000  # characters of padding
 
 # fmt: off
@@ -171,7 +171,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 def _check_operator(operator: str, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
         bits = {"**": left.bit_length() * max(right, 0), "*": left.bit_length() + right.bit_length()}
-        if bits.get(operator, 0) > _MAX_DIGITS:
+        if bits.get(operator, 0) > _MAX_BITS:
             raise TemplateLimit("makes too large a number")
     elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
         _check_size(left, len(left) + len(right))

@@ -105,9 +105,9 @@ def test_the_table_is_as_long_as_promised_and_leaves_no_field_out() -> None:
 
 @pytest.mark.parametrize(("name", "value"), REFUSED_CASES, ids=lambda value: shown(value)[:40])
 def test_refused(name: str, value: object) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     error = refusal({name: value})
-    assert time.perf_counter() - start < 0.1
+    assert time.thread_time() - start < 0.1
     [violation] = error.violations
     assert violation.field.split("[")[0] == name
     assert violation.description == error.message
