@@ -106,9 +106,9 @@ class Survey:
 class Ledger:
     """One scheduler's hand on the shared state."""
 
-    def __init__(self, store: Store, scheduler_id: str, *, max_queued: int = 4096, timing: Timing | None = None) -> None:
+    def __init__(self, store: Store, instance: str, *, max_queued: int = 4096, timing: Timing | None = None) -> None:
         self._store = store
-        self._id = scheduler_id
+        self._id = instance
         self._max_queued = max_queued
         self._timing = timing or Timing()
 

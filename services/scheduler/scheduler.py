@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +65,9 @@ class Scheduler:
         self.metrics.redis_failures.set_function(lambda: store.num_failures)
         self.registry = Registry(liveness_seconds=options.liveness_seconds, max_waiting=options.max_waiting_per_worker)
         self.waiting = Waiting()
-        self.ledger = Ledger(store, options.scheduler_id, max_queued=options.max_queued, timing=options.timing)
+        # Drawn at each start: a restarted scheduler must not take its predecessor's streams and events for its own.
+        self._instance = f"{options.scheduler_id}/{secrets.token_hex(4)}"
+        self.ledger = Ledger(store, self._instance, max_queued=options.max_queued, timing=options.timing)
         self.keeper = Keeper(
             self.ledger, self.registry, self.waiting, self.metrics,
             poll_seconds=options.poll_seconds, no_worker_seconds=options.no_worker_seconds,
@@ -105,7 +108,7 @@ class Scheduler:
 
     def new_holder(self) -> str:
         """A name for a Place stream, unique in the mesh."""
-        return f"{self.options.scheduler_id}/{next(self._holders)}"
+        return f"{self._instance}/{next(self._holders)}"
 
     def placed(self, lease: Lease, line: str) -> None:
         """A lease was committed, here or elsewhere."""
@@ -133,7 +136,7 @@ class Scheduler:
 
     async def _listen(self) -> None:
         async for event in self.store.events():
-            if event.get("from") == self.options.scheduler_id:
+            if event.get("from") == self._instance:
                 continue
             if event["event"] == "placed":
                 self.placed(Lease.parse(event["lease"]), event["line"])

@@ -9,17 +9,13 @@ from pydantic import Field, field_validator
 from services.common.settings import ServiceSettings
 
 
-def _default_id() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
 class SchedulerSettings(ServiceSettings):
     """FOREBAY_* of a scheduler. Times are seconds."""
 
     listen_address: str = Field("127.0.0.1:50052", description="host:port of SchedulerService and AdminService")
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="redis://, rediss:// or unix:// URL of Redis 7.2 or Valkey 8, or later")
     scheduler_id: str = Field(
-        default_factory=lambda: f"scheduler-{socket.gethostname()}", description="name of this scheduler, unique in the mesh"
+        default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}", description="name of this scheduler, for people"
     )
     redis_timeout_seconds: float = Field(0.5, gt=0, le=5, description="longest wait for one answer of Redis")
     redis_wait_seconds: float = Field(10, ge=0, description="how long to wait for Redis at the start")

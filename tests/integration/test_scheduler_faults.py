@@ -336,3 +336,12 @@ async def test_a_scheduler_whose_loop_dies_ends_instead_of_living_half(redis_ser
         await until(heard)
         with pytest.raises(AttributeError):
             await ending
+
+
+async def test_two_schedulers_of_one_name_still_hear_each_other(redis_server) -> None:
+    """And one that was restarted under its name doesn't take its predecessor's streams for its own."""
+    async with running_scheduler(redis_server.url, "same") as s1, running_scheduler(redis_server.url, "same", poll_seconds=30) as s2:
+        assert s1.scheduler.new_holder() != s2.scheduler.new_holder()
+        async with fake_worker(s2, beat_seconds=0.2, slots=1):
+            for _ in range(2):
+                assert (await lease_of(s1.place(wire_ticket()))).worker_id == "w1"

@@ -1,7 +1,7 @@
 -- Places a queued ticket on a worker, if both are still what the policy saw. Room is debited at once.
 -- KEYS: 1 ticket, 2 worker, 3 the worker's leases
 -- ARGV: 1 request id, 2 worker id, 3 incarnation, 4 address, 5 slots, 6 blocks, 7 slots in all, 8 blocks in all,
---       9 lowest class whose holdings count against this one (3: all), 10 scheduler id
+--       9 lowest class whose holdings count against this one (3: all), 10 scheduler instance
 -- Output: {'placed', lease...} | {'refused', why: ticket, incarnation, down, refusing or room}
 local id = ARGV[1]
 local t = read_ticket(id)

@@ -2,7 +2,7 @@
 -- A ticket whose lease is named as lost comes back to its old place, as does one that was withdrawn, dropped or expired.
 -- KEYS: 1 ticket
 -- ARGV: 1 request id, 2 spec (JSON), 3 queue, 4 line, 5 class, 6 deadline (ms from now), 7 holder, 8 excluded workers (JSON),
---       9 lost epoch, 10 tokens delivered, 11 order if the caller knows it from before, else 0, 12 most tickets in the line, 13 scheduler id
+--       9 lost epoch, 10 tokens delivered, 11 order if the caller knows it from before, else 0, 12 most tickets in the line, 13 scheduler instance
 -- Output: {'queued', order, ms waited, ms left} | {'placed', lease...} | {'full', tickets in the line} | {'finished'}
 local id, queue, line, lost, known, most = ARGV[1], ARGV[3], ARGV[4], tonumber(ARGV[9]), tonumber(ARGV[11]), tonumber(ARGV[12])
 local t = read_ticket(id)

@@ -1,6 +1,6 @@
 -- Ends a lease by its gateway's word. Idempotent; an old epoch changes nothing.
 -- KEYS: 1 ticket
--- ARGV: 1 request id, 2 epoch, 3 output tokens, 4 scheduler id
+-- ARGV: 1 request id, 2 epoch, 3 output tokens, 4 scheduler instance
 -- Output: {1 if this call ended it else 0, line or ''}
 local t = read_ticket(ARGV[1])
 local epoch = tonumber(ARGV[2])
