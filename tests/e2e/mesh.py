@@ -95,7 +95,8 @@ class Mesh:
 def environment(home: Path) -> dict[str, str]:
     """This process's environment with FOREBAY_HOME, and no FOREBAY_* else."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("FOREBAY_")}
-    return {**kept, "FOREBAY_HOME": str(home), "COLUMNS": "200"}
+    # One thread: two that wait for each other on a core that other tests use run many times slower.
+    return {**kept, "FOREBAY_HOME": str(home), "FOREBAY_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 @contextmanager
