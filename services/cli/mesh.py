@@ -107,7 +107,7 @@ class Mesh:
                 "FOREBAY_NUM_THREADS": os.environ.get("FOREBAY_NUM_THREADS", str(threads)),
             }
             # OpenMP threads that spin for one another starve where other programs want the cores: let them sleep soon.
-            environment["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "10000")
+            environment["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "1000")
             if plan.kv_memory is not None:
                 environment["FOREBAY_KV_MEMORY"] = plan.kv_memory
             starts.append(self._start("worker", environment, name=f"worker-{number}"))
