@@ -9,6 +9,7 @@ import threading
 from services.common import log, process
 from services.common.process import announce
 from services.common.settings import SettingsError, read
+from services.worker.engine.config import ModelFileError
 from services.worker.loading import load
 from services.worker.settings import WorkerSettings
 from services.worker.worker import EngineFailed, Worker
@@ -35,7 +36,7 @@ def main() -> int:
         settings = read(WorkerSettings)
         log.setup("worker", settings.log_level)
         process.run(functools.partial(serve, settings))
-    except (SettingsError, OSError, ValueError, EngineFailed) as error:  # ValueError: what a model file or its size is blamed for
+    except (SettingsError, ModelFileError, OSError, EngineFailed) as error:
         print(f"forebay worker: {error}", file=sys.stderr)
         return 1
     return 0

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
-from services.common import log
 from services.common.errors import Code, StatusError, unavailable
 from services.worker.engine.request import EngineRequest, FinishReason, TokenOutput
 from services.worker.engine_loop import EngineLoop
@@ -19,8 +18,6 @@ MAX_WAITING = 2
 
 MAX_ENDED = 10_000
 """Ended leases that are remembered, so that a late call can't bring one back."""
-
-_logger = log.get(__name__)
 
 
 class Lease:
@@ -187,8 +184,8 @@ class Leases:
         ]
 
     def is_waiting(self, lease: Lease) -> bool:
-        """True while a lease holds no blocks."""
-        return self._loop.last_turn.progress.get(lease.request.request_id, (0, 0))[1] == 0
+        """True while a lease has work left and holds no blocks."""
+        return lease.num_sequences > 0 and self._loop.last_turn.progress.get(lease.request.request_id, (0, 0))[1] == 0
 
     async def idle(self, timeout_seconds: float) -> bool:
         """Waits until no lease is left; False if that took too long."""

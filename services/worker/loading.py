@@ -7,10 +7,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 
 from services.common import log
 from services.common.process import announce
+from services.common.settings import SettingsError
 from services.worker.engine.config import EngineConfig, ModelConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.loader import read_config
@@ -24,7 +26,7 @@ _logger = log.get(__name__)
 
 
 async def load(settings: WorkerSettings, stop: asyncio.Event) -> tuple[Engine, Served] | None:
-    """The engine and what it serves. ValueError: a bad file, or too little memory for its cache. None: `stop` came first."""
+    """The engine and what it serves. ModelFileError, SettingsError: a bad file, or no fitting cache. None: `stop` came first."""
     loaded: Future[tuple[Engine, Served]] = Future()
     # A thread of its own, and a daemon: a process that is told to stop doesn't wait for gigabytes.
     threading.Thread(target=_load_into, args=(loaded, settings), name="load", daemon=True).start()
@@ -37,7 +39,7 @@ async def load(settings: WorkerSettings, stop: asyncio.Event) -> tuple[Engine, S
 
 
 def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
-    """The engine's size: FOREBAY_NUM_BLOCKS, or what fits into FOREBAY_KV_MEMORY. ValueError where that is too little."""
+    """The engine's size: FOREBAY_NUM_BLOCKS, or what fits into FOREBAY_KV_MEMORY. SettingsError: too little, or more than there is."""
     config = EngineConfig(
         block_size=settings.block_size,
         max_sequences=settings.max_sequences,
@@ -50,10 +52,14 @@ def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
     block_bytes = model.kv_bytes_per_token(ELEMENT_BYTES[config.dtype]) * config.block_size
     num_blocks = settings.num_blocks or int(settings.kv_memory) // block_bytes
     if num_blocks < 2:
-        raise ValueError(
+        raise SettingsError(
             f"FOREBAY_KV_MEMORY={int(settings.kv_memory)} holds {num_blocks} cache blocks of {block_bytes} bytes; "
             f"this model needs 2 at least: set {2 * block_bytes} or more"
         )
+    available = psutil.virtual_memory().available
+    if config.device == "cpu" and num_blocks * block_bytes > available:
+        variable = "FOREBAY_NUM_BLOCKS" if settings.num_blocks else "FOREBAY_KV_MEMORY"
+        raise SettingsError(f"a cache of {num_blocks * block_bytes} bytes is more than this host's {available} free ones: lower {variable}")
     return replace(config, num_blocks=num_blocks)
 
 

@@ -1,7 +1,6 @@
 """WorkerService: one Generate call is one lease. The call's end, however it comes, is the lease's end."""
 
 import asyncio
-from collections.abc import Awaitable
 from typing import cast
 
 import grpc
@@ -63,9 +62,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _write(self, context: Context, response: Response) -> None:
         """Sends a message; StatusError where the reader doesn't take it."""
-        write: Awaitable[None] = context.write(response)
         try:
-            await asyncio.wait_for(write, self._pace.write_seconds)
+            async with asyncio.timeout(self._pace.write_seconds):
+                await context.write(response)
         except TimeoutError:
             message = f"the reader took nothing for {self._pace.write_seconds:g} s"
             raise StatusError(Code.RESOURCE_EXHAUSTED, message, reason="SLOW_READER") from None

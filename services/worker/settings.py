@@ -18,7 +18,7 @@ class WorkerSettings(ServiceSettings):
     schedulers: str = Field("", description="host:port of every scheduler, separated by commas; the worker attaches to all of them")
     listen_address: str = Field("127.0.0.1:0", pattern=r":\d+$", description="host:port of WorkerService; port 0: any")
     advertised_address: str = Field("", description="host:port where gateways reach it; default: the address that it listens on")
-    worker_id: str = Field("", max_length=128, description="stable name of this worker; default: host name and process id")
+    worker_id: str = Field("", max_length=128, description="stable name of this worker; default: host name and port")
     node_id: str = Field("", max_length=128, description="name of the host, which groups its workers; default: the host name")
     region: str = Field("", max_length=64, description="label for distance")
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu or cuda:N")

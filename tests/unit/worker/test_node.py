@@ -105,10 +105,14 @@ async def test_heartbeats_list_every_lease_with_its_progress() -> None:
 
 async def test_room_is_told_at_once() -> None:
     async with FakeScheduler() as scheduler, serving(schedulers=scheduler.address, beat=RARE) as worker:
-        await until(lambda: len(scheduler.heartbeats) == 1)
-        await hear(worker.stub.Generate(worker.request()))
-        await until(lambda: len(scheduler.heartbeats) >= 2, seconds=1)
-        assert not scheduler.heartbeats[-1].leases
+        worker.runner.hold_at_output(3)
+        call = worker.stub.Generate(worker.request())
+        await until(lambda: worker.worker.loop.last_turn.stats.num_used_blocks)
+        worker.worker.node.nudge()
+        await until(lambda: scheduler.heartbeats and scheduler.heartbeats[-1].num_used_blocks)
+        worker.runner.release()
+        await hear(call)
+        await until(lambda: not scheduler.heartbeats[-1].leases and not scheduler.heartbeats[-1].num_used_blocks)
 
 
 async def test_a_revoke_comes_through() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.settings import SettingsError
 from services.worker.engine.config import ModelConfig, RopeConfig
 from services.worker.loading import engine_config, fingerprint
 from services.worker.settings import WorkerSettings
@@ -49,8 +50,13 @@ def test_the_cache_is_as_large_as_its_memory_allows(monkeypatch: pytest.MonkeyPa
 
 def test_too_little_memory_is_refused_with_the_least_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_KV_MEMORY", str(BLOCK_BYTES))
-    with pytest.raises(ValueError, match=rf"FOREBAY_KV_MEMORY={BLOCK_BYTES} .* set {2 * BLOCK_BYTES} or more"):
+    with pytest.raises(SettingsError, match=rf"FOREBAY_KV_MEMORY={BLOCK_BYTES} .* set {2 * BLOCK_BYTES} or more"):
         engine_config(WorkerSettings(model="m"), SMALL)
+
+
+def test_a_cache_beyond_the_hosts_memory_is_refused() -> None:
+    with pytest.raises(SettingsError, match="lower FOREBAY_NUM_BLOCKS"):
+        engine_config(WorkerSettings(model="m", num_blocks=1 << 50), SMALL)
 
 
 def test_the_fingerprint_names_level_cache_and_runner() -> None:
