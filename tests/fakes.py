@@ -175,9 +175,9 @@ class FakeWorker(_Served, worker_pb2_grpc.WorkerServiceServicer):
         self.num_open += 1
         try:
             await self.script(call)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, grpc.aio.InternalError):  # the latter where the end meets a write
             self.cancelled.append(request.request_id)
-            raise
+            raise asyncio.CancelledError from None
         finally:
             self.num_open -= 1
 

@@ -18,7 +18,14 @@ _SHARED_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 # A half-open connection is noticed after keepalive time + timeout.
-_CHANNEL_OPTIONS = [*_SHARED_OPTIONS, ("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
+_CHANNEL_OPTIONS = [
+    *_SHARED_OPTIONS,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # A stream that is not being read holds so many bytes here; left to itself, gRPC lets the window grow to many megabytes.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 256 << 10),
+]
 # Clients may ping every 5 s; the default of 5 minutes ends long silent streams with GOAWAY too_many_pings.
 _SERVER_OPTIONS = [
     *_SHARED_OPTIONS,

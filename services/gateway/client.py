@@ -137,24 +137,31 @@ class MeshCall:
     async def _place(self) -> scheduler_pb2.Lease:
         """A lease. Once a worker was lost, UNAVAILABLE is waited out for a while: another may be about to appear."""
         patience = self._mesh.clock() + self._mesh.limits.replace_patience
+        excluded = self._mesh.excluded()
         attempt = 0
         while True:
             try:
-                lease = await self._place_once()
+                lease = await self._place_once(excluded)
                 self._epoch = lease.epoch
                 return lease
             except StatusError as error:
-                if error.code is not Code.UNAVAILABLE or not self._epoch or self._mesh.clock() >= patience:
+                if error.code is not Code.UNAVAILABLE:
                     raise
+                if not self._epoch and excluded:
+                    excluded = []  # better a doubtful worker than none
+                    continue
+                if not self._epoch or self._mesh.clock() >= patience:
+                    raise
+                excluded = self._mesh.excluded()
             await self._pause(attempt)
             attempt += 1
 
-    async def _place_once(self) -> scheduler_pb2.Lease:
+    async def _place_once(self, excluded: list[str]) -> scheduler_pb2.Lease:
         """Asks the schedulers in turn; only one that can't be reached makes way for the next."""
         why = ""
         for scheduler in self._mesh.in_turn():
             try:
-                return await self._place_on(scheduler)
+                return await self._place_on(scheduler, excluded)
             except TimeoutError:
                 why = f"{scheduler.address} is silent"
             except grpc.aio.AioRpcError as failure:
@@ -167,10 +174,10 @@ class MeshCall:
             self._mesh.failed(scheduler)
         raise unavailable(f"no scheduler answers ({why}): try again", reason="NO_SCHEDULER")
 
-    async def _place_on(self, scheduler: Scheduler) -> scheduler_pb2.Lease:
+    async def _place_on(self, scheduler: Scheduler, excluded: list[str]) -> scheduler_pb2.Lease:
         request = scheduler_pb2.PlaceRequest(
             ticket=_ticket(self._generation),
-            excluded_workers=self._mesh.excluded(),
+            excluded_workers=excluded,
             lost_epoch=self._epoch,
             num_delivered_tokens=sum(len(choice.token_ids) for choice in self.choices),
         )

@@ -54,18 +54,22 @@ class Observation:
     last_token: float = 0.0
     usage: types_pb2.Usage | None = None
 
+    def __post_init__(self) -> None:
+        labels = (self.face, self.model, self.latency_class)
+        self._ttft, self._itl = self.metrics.ttft.labels(*labels), self.metrics.itl.labels(*labels)
+        self._output_tokens = self.metrics.output_tokens.labels(*labels)
+
     def delta(self, delta: inference_pb2.Delta) -> None:
         """New output."""
         if not delta.token_ids:
             return
         now = time.monotonic()
-        labels = (self.face, self.model, self.latency_class)
         if self.last_token:
-            self.metrics.itl.labels(*labels).observe((now - self.last_token) / len(delta.token_ids))
+            self._itl.observe((now - self.last_token) / len(delta.token_ids))
         else:
-            self.metrics.ttft.labels(*labels).observe(now - self.start)
+            self._ttft.observe(now - self.start)
         self.last_token = now
-        self.metrics.output_tokens.labels(*labels).inc(len(delta.token_ids))
+        self._output_tokens.inc(len(delta.token_ids))
 
     def ended(self, status: str, *, num_overrun_tokens: int = 0, num_replacements: int = 0) -> None:
         """The end, whichever."""

@@ -117,6 +117,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         await context.write(_wrapped(event, response))
                 except TimeoutError:
                     raise StatusError(Code.CANCELLED, f"nothing was read for {self._patience:g} s", reason="SLOW_READER") from None
+                except grpc.aio.InternalError:  # how a write ends that the client's cancellation meets
+                    raise asyncio.CancelledError from None
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):

@@ -41,7 +41,7 @@ EOS = 256
 VOCAB_SIZE = 257
 MAX_MODEL_LEN = 2048
 ISSUER, AUDIENCE = "https://issuer.test", "forebay"
-FAST = MeshLimits(worker_silence=1.0, scheduler_answer=1.0, replace_patience=5.0, exclusion=0.2, backoff=0.01)
+FAST = MeshLimits(worker_silence=20.0, scheduler_answer=20.0, replace_patience=10.0, exclusion=0.2, backoff=0.01)
 _TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'user' and loop.previtem is defined and loop.previtem.role == 'user' %}"

@@ -15,7 +15,7 @@ from services.gateway.mesh import Mesh, MeshLimits, RetryBudget
 from tests.fakes import LENGTH, STOP, FakeScheduler, FakeWorker, Script, WorkerCall, play, serving
 from tests.unit.gateway.build import generation
 
-FAST = MeshLimits(worker_silence=0.3, scheduler_answer=0.3, replace_patience=5.0, exclusion=0.2, backoff=0.01)
+FAST = MeshLimits(worker_silence=20.0, scheduler_answer=20.0, replace_patience=10.0, exclusion=0.2, backoff=0.01)
 
 
 @asynccontextmanager
@@ -108,6 +108,14 @@ async def test_an_unreachable_worker_is_avoided_for_a_while() -> None:
         assert mesh.excluded() == ["w0"]
 
 
+async def test_a_doubtful_worker_is_better_than_none() -> None:
+    async with fleet(play([1, 2])) as (mesh, scheduler, _):
+        mesh.exclude("w0")
+        _, events = await run(mesh)
+        assert ids_of(events) == [1, 2]
+        assert [list(place.excluded_workers) for place in scheduler.places] == [["w0"], []]
+
+
 async def test_a_worker_process_that_is_gone_is_replaced() -> None:
     gate = asyncio.Event()
 
@@ -159,7 +167,7 @@ async def test_a_silent_worker_is_left() -> None:
         await call.tokens([1])
         await asyncio.Event().wait()
 
-    async with fleet(silent, play([1, 2])) as (mesh, _, workers):
+    async with fleet(silent, play([1, 2]), limits=replace(FAST, worker_silence=0.3)) as (mesh, _, workers):
         _, events = await run(mesh)
         assert ids_of(events) == [1, 2]
         await workers[0].cancelled.until_length(1)
@@ -174,7 +182,7 @@ async def test_pings_keep_a_slow_worker() -> None:
         await call.tokens([1], reason=STOP)
         await call.complete()
 
-    async with fleet(slow) as (mesh, scheduler, _):
+    async with fleet(slow, limits=replace(FAST, worker_silence=0.4)) as (mesh, scheduler, _):
         _, events = await run(mesh)
         assert len(scheduler.places) == 1
     assert ids_of(events) == [1]
@@ -350,7 +358,7 @@ async def test_cancelling_ends_the_work_in_every_state(where: str) -> None:
             await call.tokens([1, 2])
         await asyncio.Event().wait()
 
-    async with fleet(stuck, limits=replace(FAST, worker_silence=30)) as (mesh, scheduler, workers):
+    async with fleet(stuck, limits=FAST) as (mesh, scheduler, workers):
         if where == "queue":
             scheduler.gate.clear()
         seen: asyncio.Queue[Any] = asyncio.Queue()

@@ -222,6 +222,25 @@ async def test_f17_the_call_s_deadline_is_the_request_s(where: str) -> None:
         assert 0 < mesh.scheduler.places[0].ticket.deadline_seconds <= 0.3
 
 
+async def test_f15_a_reader_that_stops_is_given_up_alone() -> None:
+    async def floods(call: WorkerCall) -> None:
+        await call.accept()
+        while call.request.sampling.seed:
+            await call.tokens(letters("x" * 2000))
+        await play(letters("fine"))(call)
+
+    async with stack(floods, slow_reader_seconds=0.5) as mesh:
+        stuck = mesh.inference.Generate(inference_pb2.GenerateRequest(text="a", sampling=Sampling(seed=1)), metadata=metadata())
+        await stuck.read()
+        events = await ask(mesh, inference_pb2.GenerateRequest(text="a", sampling=Sampling(seed=0)))
+        assert text_of(events) == "fine"
+        await mesh.workers[0].cancelled.until_length(1)
+        finishes = await mesh.scheduler.finishes.until_length(2)
+        assert {finish.finish_reason for finish in finishes} == {LENGTH, types_pb2.FINISH_REASON_CANCELLED}
+        # What nobody reads piles up nowhere: the worker was held back.
+        assert sum(mesh.workers[0].calls[0].num_sent.values()) < 500_000
+
+
 async def test_x03_the_org_comes_from_the_token_alone() -> None:
     async with stack(play(letters("x"))) as mesh:
         forged = [
