@@ -375,13 +375,14 @@ def test_end_and_stop_tokens_end_a_choice_and_come_with_it(ignore_eos: bool) -> 
     assert not set(tokens[:-1]) & set(stops)
 
 
-def test_min_tokens_holds_the_end_back() -> None:
+@pytest.mark.parametrize("prompt", range(10))
+def test_min_tokens_holds_the_end_back(prompt: int) -> None:
     stops = tuple(range(VOCAB_SIZE - 50))
-    sampling = SamplingParams(max_tokens=20, min_tokens=6, temperature=0, stop_token_ids=stops)
-    ((tokens, reason),) = run([EngineRequest("r", [5], sampling)]).values()
-    assert len(tokens) >= 7
+    sampling = SamplingParams(max_tokens=200, min_tokens=6, temperature=0, stop_token_ids=stops)
+    ((tokens, reason),) = run([EngineRequest("r", [prompt], sampling)]).values()
     assert all(token not in stops and token != EOS for token in tokens[:6])
     assert reason is FinishReason.STOP
+    assert tokens[-1] in stops
 
 
 # --- prefix cache
