@@ -94,28 +94,21 @@ def test_sentencepiece_gguf_ids_equal_the_trained_tokenizer(tmp_path: Path, text
     ],
 )  # fmt: skip
 def test_each_pre_tokenizer_parts_text_its_own_way(tmp_path: Path, text: str, pieces: dict[str, list[str]]) -> None:
-    """Merges stop at these borders: with every letter merged into one token per piece, ids show them."""
+    """Where every part of the text is a token, whatever the pre-tokenizer lets through whole comes out whole."""
+    spelled = spell(text)
+    parts = [spelled[start:end] for start in range(len(spelled)) for end in range(start + 2, len(spelled) + 1)]
+    tokens = list(dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), *parts]))
+    merges = [f"{token[:-1]} {token[-1]}" for token in tokens if len(token) > 1]
     for pre, expected in pieces.items():
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        spelled = [
-            "".join(piece for piece, _ in pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(part))
-            for part in expected
-        ]
-        whole = spell(text)
-        tokens = list(dict.fromkeys([*alphabet, *(whole[:end] for end in range(2, len(whole) + 1)), *prefixes(spelled)]))
-        merges = [f"{token[:-1]} {token[-1]}" for token in tokens if len(token) > 1]
         fields = byte_level_fields(pre, tokens=tokens, token_type=[1] * len(tokens), merges=merges, add_bos_token=False)
         tokenizer = from_gguf(tmp_path, fields)
         assert [tokenizer.token_text(token) for token in tokenizer.encode(text)] == expected, pre
 
 
 def spell(text: str) -> str:
+    """A text in the byte alphabet."""
     [(spelled, _)] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     return spelled
-
-
-def prefixes(words: list[str]) -> list[str]:
-    return [word[:end] for word in words for end in range(2, len(word) + 1)]
 
 
 @pytest.mark.parametrize("pre", [None, "", "unheard-of", "Qwen2"])
