@@ -237,8 +237,8 @@ async def test_f15_a_reader_that_stops_is_given_up_alone() -> None:
         await mesh.workers[0].cancelled.until_length(1)
         finishes = await mesh.scheduler.finishes.until_length(2)
         assert {finish.finish_reason for finish in finishes} == {LENGTH, types_pb2.FINISH_REASON_CANCELLED}
-        # What nobody reads piles up nowhere: the worker was held back.
-        assert sum(mesh.workers[0].calls[0].num_sent.values()) < 500_000
+        # What nobody reads piles up nowhere: two windows of 256 KiB, at a byte per token, and the worker was held back.
+        assert sum(mesh.workers[0].calls[0].num_sent.values()) < 1_000_000
 
 
 async def test_x03_the_org_comes_from_the_token_alone() -> None:
