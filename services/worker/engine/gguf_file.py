@@ -117,7 +117,7 @@ class GGUFFile:
 
     def _read_info(self) -> tuple[str, TensorInfo]:
         name = self._name("a tensor")
-        num_dims = self._scalar("I")
+        num_dims = int(self._scalar("I"))
         if not 1 <= num_dims <= 4:
             raise ModelFileError(f"tensor {name!r} has {num_dims} dimensions; it must have from 1 to 4")
         dims = [int(self._scalar("Q")) for _ in range(num_dims)]

@@ -79,7 +79,7 @@ def linear_row_sizes(num_inputs: int, num_outputs: int, dtype: torch.dtype, num_
 
 def equal_row_sizes(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> tuple[int, ...]:
     """The sizes, descending, in which pieces of rows [num_rows, in] come out bit-equal to pieces of BASE_ROWS."""
-    expected = torch.cat([multiply(piece) for piece in rows.split(BASE_ROWS)])
+    expected = torch.cat([multiply(piece) for piece in torch.split(rows, BASE_ROWS)])
 
     def equal(size: int) -> bool:
         count = max(size, min(2 * BASE_ROWS, len(rows)))

@@ -96,6 +96,7 @@ class PagedAttention:
             return self._attend(queries, gathered, plan.groups[0]).to(keys.dtype)
         out = torch.empty_like(queries)
         for group in plan.groups:
+            assert group.tokens is not None, "only a lone group is all of the step"
             out.index_copy_(0, group.tokens, self._attend(queries.index_select(0, group.tokens), gathered, group))
         return out.to(keys.dtype)
 
