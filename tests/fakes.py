@@ -68,6 +68,7 @@ class WorkerCall:
     request: worker_pb2.WorkerServiceGenerateRequest
     context: Any
     num_sent: dict[int, int] = field(default_factory=dict)
+    num_cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         for index, delivered in enumerate(self.request.delivered):
@@ -76,8 +77,8 @@ class WorkerCall:
     async def _send(self, **event: Any) -> None:
         await self.context.write(worker_pb2.WorkerServiceGenerateResponse(**event))
 
-    async def accept(self, num_cached_tokens: int = 0) -> None:
-        await self._send(accepted=worker_pb2.Accepted(num_cached_tokens=num_cached_tokens, fingerprint="fp32-test"))
+    async def accept(self) -> None:
+        await self._send(accepted=worker_pb2.Accepted(fingerprint="fp32-test"))
 
     async def work(self, seconds: float) -> None:
         """The engine computes for so long."""
@@ -94,7 +95,7 @@ class WorkerCall:
             fields["logprobs"] = [position_logprobs(token, sampling.logprobs) for token in ids]
         delta = worker_pb2.TokenDelta(choice_index=choice, first_position=first, token_ids=ids, finish_reason=reason, **fields)
         self.num_sent[choice] = first + len(ids)
-        await self._send(deltas=worker_pb2.TokenDeltas(deltas=[delta]))
+        await self._send(deltas=worker_pb2.TokenDeltas(deltas=[delta], num_cached_tokens=self.num_cached_tokens))
 
     async def prompt_logprobs(self, piece: int = 4) -> None:
         """The prompt's log-probabilities in pieces, where the request asks for them."""
@@ -108,11 +109,11 @@ class WorkerCall:
             delta = worker_pb2.TokenDelta(prompt_logprobs=entries[start : start + piece])
             await self._send(deltas=worker_pb2.TokenDeltas(deltas=[delta]))
 
-    async def complete(self, cached_tokens: int = 0, preemptions: int = 0) -> None:
+    async def complete(self, preemptions: int = 0) -> None:
         usage = types_pb2.Usage(
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=sum(self.num_sent.values()),
-            cached_tokens=cached_tokens,
+            cached_tokens=self.num_cached_tokens,
             preemptions=preemptions,
         )
         await self._send(completed=worker_pb2.Completed(usage=usage))
@@ -134,6 +135,7 @@ def play(ids: Sequence[int], *, reason: types_pb2.FinishReason.ValueType = LENGT
     """Every choice gets these tokens, at most max_tokens of them, going on behind what was delivered; then `reason`."""
 
     async def script(call: WorkerCall) -> None:
+        call.num_cached_tokens = cached_tokens
         await call.accept()
         await call.prompt_logprobs()
         output = list(ids)[: call.request.sampling.max_tokens]
@@ -148,7 +150,7 @@ def play(ids: Sequence[int], *, reason: types_pb2.FinishReason.ValueType = LENGT
                     rest[choice] = left
                 else:
                     del rest[choice]
-        await call.complete(cached_tokens)
+        await call.complete()
 
     return script
 

@@ -218,9 +218,9 @@ class MeshCall:
                 self._running = True
                 if not self._accepted:
                     self._accepted = True
-                    self.cached_tokens = message.accepted.num_cached_tokens
                     yield message.accepted
             case "deltas":
+                self.cached_tokens = max(self.cached_tokens, message.deltas.num_cached_tokens)
                 yield from self._fresh_deltas(message.deltas.deltas)
             case "completed":
                 self.cached_tokens = max(self.cached_tokens, message.completed.usage.cached_tokens)

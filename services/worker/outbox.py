@@ -128,6 +128,7 @@ class Outbox:
                     choice_index=output.choice_index, first_position=output.first_position
                 )
             append(delta, output)
+            message.num_cached_tokens = max(message.num_cached_tokens, output.num_cached_tokens)
         self._pending_bytes -= total
         self._urgent = bool(self._pending)
         return message

@@ -156,7 +156,6 @@ class Started(_message.Message):
     LATENCY_CLASS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
-    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Our id of the request."""
     model: _builtins.str
@@ -171,10 +170,6 @@ class Started(_message.Message):
     """The seed in use: the client's, or the one that was drawn."""
     label: _builtins.str
     """The client's label."""
-    @_builtins.property
-    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]:
-        """Log-probabilities of the prompt, if asked for. May come in several Started events' worth of Delta instead; see Delta."""
-
     def __init__(
         self,
         *,
@@ -185,11 +180,10 @@ class Started(_message.Message):
         latency_class: _types_pb2.LatencyClass.ValueType = ...,
         seed: _builtins.int = ...,
         label: _builtins.str = ...,
-        prompt_logprobs: _abc.Iterable[_types_pb2.PositionLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["label", b"label", "latency_class", b"latency_class", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["label", b"label", "latency_class", b"latency_class", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

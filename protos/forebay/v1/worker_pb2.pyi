@@ -143,21 +143,17 @@ class Accepted(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
-    num_cached_tokens: _builtins.int
-    """Prompt tokens found in the prefix cache; known at the first prefill, so 0 here unless at once known."""
     fingerprint: _builtins.str
     """Compared by clients: weights level, cache format and runner."""
     def __init__(
         self,
         *,
-        num_cached_tokens: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -170,6 +166,9 @@ class TokenDeltas(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DELTAS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    num_cached_tokens: _builtins.int
+    """Prompt tokens found in the prefix cache, known from the first message on."""
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDelta]:
         """At most one entry per choice."""
@@ -178,10 +177,11 @@ class TokenDeltas(_message.Message):
         self,
         *,
         deltas: _abc.Iterable[Global___TokenDelta] | None = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -66,6 +66,13 @@ async def test_the_token_that_stopped_the_engine_is_counted_and_no_text() -> Non
     assert finished.usage.completion_tokens == 3
 
 
+async def test_an_answer_cut_at_a_stop_string_still_tells_its_cache_hits() -> None:
+    events = await events_of(play(letters("a.bcdefgh"), cached_tokens=1), prompt=[9, 9], stop=(".",))
+    finished = events[-1]
+    assert isinstance(finished, inference_pb2.Finished)
+    assert finished.usage == types_pb2.Usage(prompt_tokens=2, completion_tokens=2, cached_tokens=1)
+
+
 async def test_half_a_character_is_flushed_once_at_a_forced_end() -> None:
     events = await events_of(play("ab😀".encode()[:4]))
     assert text_of(events) == "ab\ufffd"
