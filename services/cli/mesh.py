@@ -106,8 +106,6 @@ class Mesh:
                 "FOREBAY_WORKER_ID": f"worker-{number}",
                 "FOREBAY_NUM_THREADS": os.environ.get("FOREBAY_NUM_THREADS", str(threads)),
             }
-            # OpenMP threads that spin for one another starve where other programs want the cores: let them sleep soon.
-            environment["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "1000")
             if plan.kv_memory is not None:
                 environment["FOREBAY_KV_MEMORY"] = plan.kv_memory
             starts.append(self._start("worker", environment, name=f"worker-{number}"))
