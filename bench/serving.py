@@ -188,7 +188,7 @@ async def run(args: argparse.Namespace, mesh: Mesh) -> None:
         seats = await resident_sequences(mesh, channel, lengths.mean)
         loads = [("c", float(c)) for c in args.concurrency] + [("r", r) for r in args.rate]
         for kind, amount in loads:
-            rng = random.Random(args.seed)
+            rng = random.Random(f"{args.seed} {kind}{amount}")  # no prompt twice: the prefix cache must not help
             task = progress.add_task(f"{'concurrency' if kind == 'c' else 'rate'} {amount:g}", total=args.requests)
 
             def advance(task: TaskID = task) -> None:
