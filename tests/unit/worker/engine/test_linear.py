@@ -1,6 +1,7 @@
 """Products whose rows keep their bits."""
 
 import random
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -8,9 +9,21 @@ import torch
 from services.worker.engine.linear import BASE_ROWS, Linear, cancelling_factors, cut_rows
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's number of threads for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("shape", [(48, 88), (576, 960), (1536, 576), (7, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_keeps_its_bits_in_any_number_of_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_row_keeps_its_bits_in_any_number_of_rows(
+    shape: tuple[int, int], dtype: torch.dtype, num_threads: int, threads: Callable[[int], None]
+) -> None:
+    threads(num_threads)
     rng = random.Random(0)
     generator = torch.Generator().manual_seed(1)  # other factors than the probe's
     x, weight = cancelling_factors(600, *shape, dtype, generator)
