@@ -1,7 +1,7 @@
 """The decoder against transformers, and against itself: alone, in chunks, in company."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,6 @@ from services.worker.engine.models.decoder import Decoder
 from tests.tiny_models import CONFIGS, VOCAB, Chunk, make_cache, reference_logits, run_alone, run_step, save_model
 
 Pair = tuple[PreTrainedModel, Decoder]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

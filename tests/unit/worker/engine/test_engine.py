@@ -3,7 +3,7 @@
 import importlib.util
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,14 +20,6 @@ from tests.tiny_models import VOCAB, save_model
 
 ARCHITECTURES = ["llama3-rope", "mistral-window", "qwen2", "qwen3"]
 Pair = tuple[PreTrainedModel, Decoder]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

