@@ -8,10 +8,11 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,8 +32,20 @@ class Timing:
 
     start: float
     arrivals: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
     end: float = 0.0
+
+    def arrived(self, tokens: float) -> None:
+        """A message with so many tokens; one without is no news."""
+        if tokens:
+            self.arrivals.append(time.perf_counter())
+            self.tokens.append(tokens)
+
+    def ended(self, num_tokens: int) -> None:
+        """The end, with the usage's count: what the messages seemed to hold is scaled to it."""
+        self.end = time.perf_counter()
+        scale = num_tokens / sum(self.tokens)
+        self.tokens = [tokens * scale for tokens in self.tokens]
 
     @property
     def ttft(self) -> float:
@@ -42,32 +55,34 @@ class Timing:
     @property
     def gaps(self) -> Iterator[float]:
         """Seconds per token between messages: a message of k tokens counts as k gaps of a k-th each."""
-        for before, after, count in zip(self.arrivals, self.arrivals[1:], self.tokens[1:], strict=False):
-            yield from [(after - before) / count] * count
+        for before, after, tokens in zip(self.arrivals, self.arrivals[1:], self.tokens[1:], strict=False):
+            yield from [(after - before) / tokens] * max(1, round(tokens))
 
 
-Ask = Callable[[list[int], int, int], AsyncIterator[int]]
-"""(prompt ids, output tokens, seed) -> how many new tokens each message brings."""
+Ask = Callable[[list[int], int, int, Timing], Awaitable[None]]
+"""(prompt ids, output tokens, seed, what to note arrivals and the end in)"""
 
 
 def grpc_client(mesh: Mesh, channel: grpc.aio.Channel) -> Ask:
     """Asks over InferenceService.Generate."""
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
-    async def ask(prompt: list[int], max_tokens: int, seed: int) -> AsyncIterator[int]:
+    async def ask(prompt: list[int], max_tokens: int, seed: int, timing: Timing) -> None:
         sampling = types_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=seed)
         request = inference_pb2.GenerateRequest(tokens=types_pb2.TokenIds(ids=prompt), sampling=sampling)
         async for event in stub.Generate(request, metadata=mesh.metadata):
             if event.WhichOneof("event") == "delta":
-                yield len(event.delta.token_ids)
+                timing.arrived(len(event.delta.token_ids))
+            elif event.WhichOneof("event") == "finished":
+                timing.ended(event.finished.usage.completion_tokens)
 
     return ask
 
 
 def http_client(mesh: Mesh, client: httpx.AsyncClient) -> Ask:
-    """Asks over POST /v1/completions with server-sent events; a chunk counts by its text's share, settled by the usage chunk."""
+    """Asks over POST /v1/completions with server-sent events. A chunk doesn't say how many tokens it holds: its text's share stands for it."""
 
-    async def ask(prompt: list[int], max_tokens: int, seed: int) -> AsyncIterator[int]:
+    async def ask(prompt: list[int], max_tokens: int, seed: int, timing: Timing) -> None:
         body = {
             "model": mesh.model,
             "prompt": prompt,
@@ -79,7 +94,6 @@ def http_client(mesh: Mesh, client: httpx.AsyncClient) -> Ask:
             "stream_options": {"include_usage": True},
         }
         headers = {"authorization": f"Bearer {mesh.token}"}
-        counted, total = 0, 0
         async with client.stream("POST", f"{mesh.http_url}/completions", json=body, headers=headers, timeout=None) as response:
             if response.status_code != 200:
                 raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:300]!r}")
@@ -88,12 +102,9 @@ def http_client(mesh: Mesh, client: httpx.AsyncClient) -> Ask:
                     continue
                 chunk = json.loads(line[6:])
                 if chunk["choices"]:
-                    counted += 1
-                    yield 1
+                    timing.arrived(len(chunk["choices"][0]["text"]))
                 elif chunk.get("usage"):
-                    total = chunk["usage"]["completion_tokens"]
-        if total > counted:
-            yield total - counted
+                    timing.ended(chunk["usage"]["completion_tokens"])
 
     return ask
 
@@ -103,11 +114,7 @@ async def one(ask: Ask, lengths: Lengths, rng: random.Random, vocab_size: int) -
     prompt_tokens, output_tokens = lengths(rng)
     prompt = [rng.randrange(100, vocab_size - 100) for _ in range(prompt_tokens)]
     timing = Timing(time.perf_counter())
-    async for count in ask(prompt, output_tokens, rng.getrandbits(31)):
-        if count:
-            timing.arrivals.append(time.perf_counter())
-            timing.tokens.append(count)
-    timing.end = time.perf_counter()
+    await ask(prompt, output_tokens, rng.getrandbits(31), timing)
     return timing
 
 
@@ -146,7 +153,7 @@ async def open_loop(
 def percentile(values: list[float], q: float) -> float:
     """The q-th quantile by nearest rank."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
 
 
 def report(label: str, timings: list[Timing], extra: dict[str, float]) -> None:
