@@ -80,7 +80,7 @@ def grpc_client(mesh: Mesh, channel: grpc.aio.Channel) -> Ask:
 
 
 def http_client(mesh: Mesh, client: httpx.AsyncClient) -> Ask:
-    """Asks over POST /v1/completions with server-sent events. A chunk doesn't say how many tokens it holds: its text's share stands for it."""
+    """Asks over POST /v1/completions with server-sent events. A chunk counts by its text's share, as it doesn't tell its tokens."""
 
     async def ask(prompt: list[int], max_tokens: int, seed: int, timing: Timing) -> None:
         body = {
