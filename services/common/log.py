@@ -4,6 +4,7 @@ import logging
 import sys
 
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
 
 Logger = structlog.stdlib.BoundLogger
 
@@ -15,9 +16,14 @@ def setup(service: str, level: str = "info", json: bool | None = None) -> None:
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.dict_tracebacks if as_json else structlog.processors.format_exc_info,
     ]
-    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    renderer: structlog.typing.Processor
+    # Both ways without the frames' variables, which are prompts and tokens; structlog shows them unless told otherwise.
+    if as_json:
+        shared.append(structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)))
+        renderer = structlog.processors.JSONRenderer()
+    else:
+        renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.stdlib.BoundLogger,
