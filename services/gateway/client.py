@@ -68,6 +68,7 @@ class MeshCall:
         self._start = mesh.clock()
         self._deadline = self._start + generation.deadline_seconds
         self._epoch = 0
+        self._placing = False  # a lease of the next epoch may be on its way
         self._accepted = False  # by any worker
         self._running = False  # accepted by the present one
         self._cut = False  # whether the gateway ended a choice: then what the worker still computes is of no use
@@ -81,8 +82,9 @@ class MeshCall:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._open is not None:
             self._open.cancel()
-        if self._epoch:
-            self._mesh.finish(self._finish_request(error))
+        # A call that is left while it is placed may have got a lease that nobody hears of: its epoch can only be the next.
+        for epoch in ([self._epoch] if self._epoch else []) + ([self._epoch + 1] if self._placing else []):
+            self._mesh.finish(self._finish_request(error, epoch))
 
     @property
     def finished(self) -> bool:
@@ -141,10 +143,13 @@ class MeshCall:
         attempt = 0
         while True:
             try:
+                self._placing = True
                 lease = await self._place_once(excluded)
+                self._placing = False
                 self._epoch = lease.epoch
                 return lease
             except StatusError as error:
+                self._placing = False
                 if error.code is not Code.UNAVAILABLE:
                     raise
                 if not self._epoch and excluded:
@@ -329,11 +334,11 @@ class MeshCall:
         seconds = self._generation.deadline_seconds
         return StatusError(Code.DEADLINE_EXCEEDED, f"the deadline of {seconds:.3g} s passed {where}: allow more time or ask for less")
 
-    def _finish_request(self, error: BaseException | None) -> scheduler_pb2.FinishRequest:
+    def _finish_request(self, error: BaseException | None, epoch: int) -> scheduler_pb2.FinishRequest:
         code, reason = _outcome(error, self.choices[0].finish_reason)
         return scheduler_pb2.FinishRequest(
             request_id=self._generation.request_id,
-            epoch=self._epoch,
+            epoch=epoch,
             usage=self.usage(),
             finish_reason=reason,
             status_code=code,

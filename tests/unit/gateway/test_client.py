@@ -378,6 +378,9 @@ async def test_cancelling_ends_the_work_in_every_state(where: str) -> None:
             await task
         if where == "queue":
             await scheduler.withdrawn.until_length(1)
+            # The lease may have been on its way: it is ended too, at once.
+            (finish,) = await scheduler.finishes.until_length(1)
+            assert (finish.epoch, finish.finish_reason) == (1, types_pb2.FINISH_REASON_CANCELLED)
             return
         await workers[0].cancelled.until_length(1)
         (finish,) = await scheduler.finishes.until_length(1)
