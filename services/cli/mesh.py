@@ -17,6 +17,7 @@ from services.cli.models import ModelFiles
 from services.cli.problem import Problem
 from services.cli.supervisor import ChildSpec, Event, Supervisor
 from services.common import rpc
+from services.common.address import join, reachable
 
 _READY_SECONDS = 30.0
 _DRAIN_SECONDS = 10
@@ -57,7 +58,7 @@ class Mesh:
         address = str(scheduler["address"])
         # Side by side, for both read model files; the gateway comes last, so that it is the first to stop.
         *_, gateway = await _all([*self._worker_starts(address), self._start_gateway(address, identity)])
-        grpc_address, http_address = _reachable(str(gateway["grpc_address"])), _reachable(str(gateway["http_address"]))
+        grpc_address, http_address = (reachable(str(gateway[face]), "127.0.0.1") for face in ("grpc_address", "http_address"))
         await self._wait_for_models(grpc_address, identity.token)
         names = tuple(model.name for model in self._plan.models)
         running = Running(os.getpid(), grpc_address, f"http://{http_address}/v1", identity.token, names, self._supervisor.pids)
@@ -115,8 +116,8 @@ class Mesh:
         plan = self._plan
         models = ",".join(f"{model.path}=" + "|".join((model.name, *model.aliases)) for model in plan.models)
         environment = {
-            "FOREBAY_GRPC_ADDRESS": f"{plan.host}:{plan.grpc_port}",
-            "FOREBAY_HTTP_ADDRESS": f"{plan.host}:{plan.http_port}",
+            "FOREBAY_GRPC_ADDRESS": join(plan.host, plan.grpc_port),
+            "FOREBAY_HTTP_ADDRESS": join(plan.host, plan.http_port),
             "FOREBAY_SCHEDULERS": scheduler_address,
             "FOREBAY_MODELS": models,
             "FOREBAY_JWKS_FILE": str(identity.jwks_path),
@@ -192,9 +193,3 @@ def _check_free(host: str, port: int, flag: str) -> None:
             raise Problem(
                 f"port {port} on {host} is taken ({error.strerror}): stop what uses it, or pass {flag} with another (0: any free one)"
             ) from error
-
-
-def _reachable(address: str) -> str:
-    """An address that this machine can connect to, for one that listens on every interface."""
-    host, _, port = address.rpartition(":")
-    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "::", "") else address  # noqa: S104

@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from services.common.address import split
+
 Ready = Callable[[], str | None]
 """None when the process takes work, else the reason why not, for people."""
 
@@ -34,6 +36,17 @@ def run(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
 def announce(event: str, **facts: object) -> None:
     """Tells whoever started this process, with a JSON line on stdout. Nothing else is printed there."""
     print(json.dumps({"event": event, **facts}), flush=True)
+
+
+async def until(stop: asyncio.Event, *loops: asyncio.Task[None]) -> None:
+    """Returns when `stop` is set. Raises what has ended one of the loops, if that comes first: better gone than half alive."""
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait([stopped, *loops], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+    for task in done:
+        task.result()
 
 
 class InternalHttp:
@@ -74,11 +87,11 @@ class HttpServer:
     """An ASGI app on the running event loop, without uvicorn's own signal handling."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], address: str, *, drain_seconds: int = 10) -> None:
-        host, _, port = address.rpartition(":")
+        host, port = split(address)
         config = uvicorn.Config(
             app,
-            host=host.strip("[]"),
-            port=int(port),
+            host=host,
+            port=port,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -8,6 +8,8 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.address import split
+
 MAX_MESSAGE_BYTES = 8 << 20
 """A 1 MiB prompt as token ids is under 4 MiB; what is larger is refused by gRPC with RESOURCE_EXHAUSTED and this number."""
 
@@ -81,8 +83,8 @@ def bind(server: grpc.aio.Server, address: str) -> int:
 
 def _try_to_bind(address: str) -> None:
     """Fails as gRPC would, but without the line that gRPC's core writes to standard error then."""
-    host, _, port = address.rpartition(":")
-    for family, kind, protocol, _, name in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[:1]:
+    host, port = split(address)
+    for family, kind, protocol, _, name in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[:1]:
         with socket.socket(family, kind, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(name)

@@ -1,9 +1,32 @@
 """Settings come from FOREBAY_* environment variables, are read once in __main__, and are then plain frozen values."""
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from services.common import address
+
+
+def _host_port(value: str) -> str:
+    address.split(value)
+    return value
+
+
+def _host_ports(value: str) -> str:
+    for part in listed(value):
+        address.split(part)
+    return value
+
+
+def listed(value: str) -> list[str]:
+    """The parts of a comma list, without doubles."""
+    return list(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
+
+
+HostPort = Annotated[str, AfterValidator(_host_port)]
+HostPorts = Annotated[str, AfterValidator(_host_ports)]
+"""One or more, separated by commas; `listed` takes them apart."""
 
 
 class ServiceSettings(BaseSettings):
@@ -12,7 +35,7 @@ class ServiceSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="FOREBAY_", frozen=True, extra="ignore")
 
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
-    internal_address: str = Field("127.0.0.1:0", description="host:port of /metrics, /health and /ready; keep it off public networks")
+    internal_address: HostPort = Field("127.0.0.1:0", description="host:port of /metrics, /health and /ready; keep it off public networks")
 
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
@@ -37,4 +60,5 @@ def _problem(kind: type[ServiceSettings], location: tuple[int | str, ...], messa
     description = kind.model_fields[name].description if name in kind.model_fields else None
     # A value with an @ may hold a password.
     given = f"{variable}={value[:80]}" if isinstance(value, str) and "@" not in value else variable
+    message = message.removeprefix("Value error, ")  # pydantic's name for what our own checks say
     return f"{given}: {message[:1].lower()}{message[1:]}" + (f" ({description})" if description else "")

@@ -2,15 +2,15 @@
 
 from pydantic import Field
 
-from services.common.settings import ServiceSettings
+from services.common.settings import HostPort, HostPorts, ServiceSettings, listed
 
 
 class GatewaySettings(ServiceSettings):
     """Where it listens, whom it asks, which models it names and whose tokens it trusts."""
 
-    grpc_address: str = Field("127.0.0.1:0", description="host:port of the gRPC face")
-    http_address: str = Field("127.0.0.1:0", description="host:port of the OpenAI face")
-    schedulers: str = Field(description="host:port[,host:port...] of the schedulers")
+    grpc_address: HostPort = Field("127.0.0.1:0", description="host:port of the gRPC face")
+    http_address: HostPort = Field("127.0.0.1:0", description="host:port of the OpenAI face")
+    schedulers: HostPorts = Field(min_length=1, description="host:port[,host:port...] of the schedulers")
     models: str = Field(description="PATH=NAME[|ALIAS...][,PATH=NAME...]: tokenizers and templates come from the model's own files")
     jwks_file: str = Field("", description="file with the public keys of tokens; or jwks_url")
     jwks_url: str = Field("", description="https URL with the public keys of tokens; or jwks_file")
@@ -22,4 +22,4 @@ class GatewaySettings(ServiceSettings):
     @property
     def scheduler_addresses(self) -> list[str]:
         """The schedulers, one each."""
-        return [address.strip() for address in self.schedulers.split(",") if address.strip()]
+        return listed(self.schedulers)

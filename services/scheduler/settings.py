@@ -1,18 +1,17 @@
 """What an operator may set about a scheduler."""
 
 import os
-import re
 import socket
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from services.common.settings import ServiceSettings
+from services.common.settings import HostPort, ServiceSettings
 
 
 class SchedulerSettings(ServiceSettings):
     """FOREBAY_* of a scheduler. Times are seconds."""
 
-    listen_address: str = Field("127.0.0.1:50052", description="host:port of SchedulerService and AdminService")
+    listen_address: HostPort = Field("127.0.0.1:50052", description="host:port of SchedulerService and AdminService")
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="redis://, rediss:// or unix:// URL of Redis 7.2 or Valkey 8, or later")
     scheduler_id: str = Field(
         default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}", description="name of this scheduler, for people"
@@ -29,10 +28,3 @@ class SchedulerSettings(ServiceSettings):
     stream_gone_seconds: float = Field(5, gt=0, description="a queued ticket without a Place stream for so long is dropped")
     default_deadline_seconds: float = Field(600, gt=0, description="for tickets that come without a deadline")
     poll_seconds: float = Field(1, gt=0, description="how often to look without having been woken, and to keep house")
-
-    @field_validator("listen_address", "internal_address")
-    @classmethod
-    def _host_and_port(cls, value: str) -> str:
-        if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):\d{1,5}", value):
-            raise ValueError(f"{value!r} is not host:port, such as 127.0.0.1:50052")
-        return value

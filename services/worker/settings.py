@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import ByteSize, Field, StringConstraints
 
-from services.common.settings import ServiceSettings
+from services.common.settings import HostPort, HostPorts, ServiceSettings, listed
 
 LEVEL = "fp32"
 """The weights level of the torch runner: a quantised file is dequantised when it is loaded."""
@@ -15,9 +15,11 @@ class WorkerSettings(ServiceSettings):
     """One device, one model. A field `x_y` is the variable FOREBAY_X_Y."""
 
     model: Annotated[str, StringConstraints(min_length=1)] = Field(description="PATH[=NAME]: a GGUF file or a Hugging Face folder")
-    schedulers: str = Field("", description="host:port of every scheduler, separated by commas; the worker attaches to all of them")
-    listen_address: str = Field("127.0.0.1:0", pattern=r":\d+$", description="host:port of WorkerService; port 0: any")
-    advertised_address: str = Field("", description="host:port where gateways reach it; default: the address that it listens on")
+    schedulers: HostPorts = Field("", description="host:port of every scheduler, separated by commas; the worker attaches to all of them")
+    listen_address: HostPort = Field("127.0.0.1:0", description="host:port of WorkerService; port 0: any")
+    advertised_address: HostPort | None = Field(
+        None, description="host:port where gateways reach it; default: the address that it listens on"
+    )
     worker_id: str = Field("", max_length=128, description="stable name of this worker; default: host name and port")
     node_id: str = Field("", max_length=128, description="name of the host, which groups its workers; default: the host name")
     region: str = Field("", max_length=64, description="label for distance")
@@ -46,4 +48,4 @@ class WorkerSettings(ServiceSettings):
     @property
     def scheduler_addresses(self) -> list[str]:
         """host:port of each scheduler, without doubles."""
-        return list(dict.fromkeys(address.strip() for address in self.schedulers.split(",") if address.strip()))
+        return listed(self.schedulers)

@@ -88,5 +88,5 @@ def test_a_taken_port_is_named(redis_server, name: str) -> None:
 @pytest.mark.parametrize(("name", "value"), [("listen_address", "here"), ("max_queued", "0"), ("lease_seconds", "soon")])
 def test_a_setting_that_makes_no_sense_is_named(name: str, value: str) -> None:
     status, line = _fail(**{name: value})
-    assert status == 2
-    assert line.startswith(f"FOREBAY_{name.upper()}: ")
+    assert status == 1
+    assert line.startswith(f"forebay scheduler: FOREBAY_{name.upper()}={value}: ")

@@ -27,7 +27,7 @@ class Recorder:
 
     async def start(self, spec: ChildSpec) -> Mapping[str, object]:
         self.specs.append(spec)
-        return {"address": "127.0.0.1:1", "grpc_address": "0.0.0.0:2", "http_address": "127.0.0.1:3"}
+        return {"address": "127.0.0.1:1", "grpc_address": "0.0.0.0:2", "http_address": "[::]:3"}
 
     async def stop(self) -> None:
         pass
@@ -45,7 +45,7 @@ async def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Ch
     monkeypatch.setattr(Mesh, "_wait_for_models", no_wait)
     home = Home(tmp_path)
     home.make()
-    mesh = Mesh(Plan(MODELS, workers=2, grpc_port=0, http_port=0, kv_memory="64MB"), home, lambda _: None)
+    mesh = Mesh(Plan(MODELS, workers=2, host="::", grpc_port=0, http_port=0, kv_memory="64MB"), home, lambda _: None)
     running = await mesh.start()
     assert (running.grpc_address, running.http_base_url) == ("127.0.0.1:2", "http://127.0.0.1:3/v1")
     assert home.read() == running
@@ -69,6 +69,7 @@ def test_workers_share_models_and_cores(specs: dict[str, ChildSpec]) -> None:
 def test_the_gateway_knows_models_aliases_and_keys(specs: dict[str, ChildSpec]) -> None:
     environment = specs["gateway"].environment
     assert environment["FOREBAY_MODELS"] == "/m/a.gguf=a|chat,/m/b=b"
+    assert environment["FOREBAY_GRPC_ADDRESS"] == "[::]:0"
     assert Path(environment["FOREBAY_JWKS_FILE"]).exists()
     assert "FOREBAY_REDIS_URL" not in environment
 

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import Field
 
-from services.common.settings import ServiceSettings, SettingsError, read
+from services.common.settings import HostPort, HostPorts, ServiceSettings, SettingsError, listed, read
 
 
 class Example(ServiceSettings):
@@ -11,6 +11,8 @@ class Example(ServiceSettings):
 
     count: int = Field(ge=1, description="how many")
     url: str = Field("", pattern="^(https://.*)?$", description="where")
+    peer: HostPort | None = Field(None, description="whom")
+    peers: HostPorts = Field("", description="whom all")
 
 
 def test_a_variable_is_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +38,18 @@ def test_a_value_that_may_hold_a_password_is_not_repeated(monkeypatch: pytest.Mo
     with pytest.raises(SettingsError) as caught:
         read(Example)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("variable", "value"), [("INTERNAL_ADDRESS", "here"), ("PEER", "here:99999"), ("PEERS", "a:1,b")])
+def test_an_address_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv("FOREBAY_COUNT", "1")
+    monkeypatch.setenv(f"FOREBAY_{variable}", value)
+    with pytest.raises(SettingsError, match=rf"^FOREBAY_{variable}={value}: not host:port, such as") as caught:
+        read(Example)
+    assert str(caught.value).count("not host:port") == 1
+
+
+def test_a_list_comes_apart_without_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_COUNT", "1")
+    monkeypatch.setenv("FOREBAY_PEERS", "a:1, b:2,,a:1")
+    assert listed(read(Example).peers) == ["a:1", "b:2"]
