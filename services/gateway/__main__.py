@@ -40,7 +40,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         http_address=_with_port(settings.http_address, http_port),
         internal_address=_with_port(settings.internal_address, internal_port),
     )
-    await stop.wait()
+    await process.until(stop, watch)
     gateway.draining = True
     await rpc.set_health(health, serving=False, service_names=SERVICE_NAMES)
     await asyncio.gather(grpc_server.stop(settings.drain_seconds), http_server.stop())

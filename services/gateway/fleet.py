@@ -48,8 +48,8 @@ class FleetWatch:
 
     def why_not_ready(self) -> str | None:
         """None when a scheduler answers and some model can be used."""
-        if self._problem and (self._seen_at is None or self._clock() - self._seen_at > STALE_SECONDS):
-            return self._problem
+        if self._seen_at is None or self._clock() - self._seen_at > STALE_SECONDS:
+            return self._problem or f"the fleet was last seen more than {STALE_SECONDS:g} s ago"
         if not any(model.ready for model in self._catalogue.list()):
             return "no worker serves any of this gateway's models yet"
         return None

@@ -148,8 +148,9 @@ class Mesh:
 
     async def _forget_workers(self, known: set[str]) -> None:
         gone = [address for address, worker in self._workers.items() if address not in known and worker.num_calls == 0]
-        for address in gone:
-            await self._workers.pop(address).channel.close()
+        # All are out of sight before the first is awaited: meanwhile another look may come by, or a call take up an address again.
+        for worker in [self._workers.pop(address) for address in gone]:
+            await worker.channel.close()
 
     def finish(self, request: scheduler_pb2.FinishRequest) -> None:
         """Ends a lease in the background: the client doesn't wait for it."""

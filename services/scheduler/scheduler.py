@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common import log
+from services.common import log, process
 from services.common.errors import Code, StatusError
 from services.scheduler.dispatcher import Dispatcher
 from services.scheduler.keeper import Keeper
@@ -87,11 +87,7 @@ class Scheduler:
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Returns when `stop` is set. Raises what has ended one of the loops, if that comes first: better gone than half alive."""
-        stopped = asyncio.create_task(stop.wait())
-        done, _ = await asyncio.wait([stopped, *self._loops], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        for task in done:
-            task.result()
+        await process.until(stop, *self._loops)
 
     async def stop(self) -> None:
         """Sends the waiting streams to other schedulers, where they keep their places, and ends the loops."""

@@ -138,7 +138,7 @@ class EngineLoop:
         """Hands a request over; its id must be new. What comes of it goes to `sink`."""
         assert request.request_id not in self._open, request.request_id
         if self.failed.done():
-            sink.fail(StatusError(Code.INTERNAL, "the engine has failed; this worker is stopping"))
+            sink.fail(StatusError(Code.INTERNAL, "the engine has failed; this worker is stopping", reason="ENGINE_FAILED"))
             return
         if self.stalled_seconds == 0.0:
             self._progressed_at = self._clock()

@@ -426,3 +426,12 @@ async def test_channels_to_workers_that_left_are_closed() -> None:
         scheduler.workers = workers[:1]
         await mesh.fleet()
         assert mesh.worker_addresses == [workers[0].address]
+
+
+async def test_two_looks_at_once_forget_each_worker_once() -> None:
+    async with fleet(play([1]), play([1])) as (mesh, scheduler, _):
+        await run(mesh)
+        await run(mesh)
+        scheduler.workers = []
+        await asyncio.gather(mesh.fleet(), mesh.fleet())
+        assert mesh.worker_addresses == []

@@ -151,7 +151,7 @@ async def test_an_engine_failure_fails_every_request_and_all_that_follow() -> No
         error = await asyncio.wait_for(asyncio.shield(self.loop.failed), 5)
         assert "the device is gone" in str(error)
         sinks.append(self.add("late"))
-        assert [sink.error.code for sink in sinks if sink.error] == [Code.INTERNAL] * 4
+        assert [(sink.error.code, sink.error.reason) for sink in sinks if sink.error] == [(Code.INTERNAL, "ENGINE_FAILED")] * 4
         assert not self.loop.healthy
 
 

@@ -1,0 +1,21 @@
+"""The gateway's view of the fleet: never taken for fresh when it is old."""
+
+from services.gateway.fleet import STALE_SECONDS, FleetWatch
+from services.gateway.mesh import Mesh
+from services.gateway.models import Catalogue
+from tests.fakes import FakeScheduler, FakeWorker, play, serving
+from tests.unit.gateway.build import make_model
+
+
+async def test_a_view_that_nobody_refreshes_is_no_reason_to_be_ready() -> None:
+    now = 100.0
+    scheduler = FakeScheduler([FakeWorker(play([1]))])
+    async with serving(*scheduler.workers, scheduler):
+        mesh = Mesh([scheduler.address])
+        watch = FleetWatch(mesh, Catalogue([make_model(ready=False)]), clock=lambda: now)
+        assert watch.why_not_ready() == "no scheduler has answered yet"
+        await watch.look()
+        assert watch.why_not_ready() is None
+        now += STALE_SECONDS + 1
+        assert "last seen" in (watch.why_not_ready() or "")
+        await mesh.close()
