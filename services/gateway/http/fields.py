@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from services.common.errors import invalid
+from services.gateway.prompts import unknown_message_fields
 
 SAMPLING = frozenset(
     (
@@ -97,6 +98,8 @@ def check(body: Mapping[str, Any], fields: Fields, request: Request) -> list[str
                 raise invalid(name, f"{name} is not offered by this server: leave it out")
         else:
             unknown.append(name)
+    if "messages" in fields.own:
+        unknown += unknown_message_fields(body.get("messages"))
     if unknown and is_strict(body, request):
         shown = ascii(unknown[0][:64])
         raise invalid(unknown[0][:64], f"{shown} is not a known field: correct it, or leave out strict to have it ignored")

@@ -3,9 +3,11 @@
 import base64
 import hmac
 import json
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -303,35 +305,55 @@ def test_keys_that_are_never_trusted(entry: Mapping[str, object]) -> None:
     assert set(parse(json.dumps(jwks(entry)))) == {"ed", "ec", "rsa"}
 
 
-class Endpoint:
-    """Stands for the JWKS URL."""
+class Endpoint(ThreadingHTTPServer):
+    """A JWKS URL on this host. `answer` is its body; `redirect` sends elsewhere instead; `down` breaks every connection."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.answer: object = json.loads(only("old"))
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.url = f"http://127.0.0.1:{self.server_port}/jwks"
+        self.answer: str | bytes = only("old")
+        self.redirect = ""
+        self.down = False
         self.num_fetches = 0
-        monkeypatch.setattr(jwt.PyJWKClient, "fetch_data", lambda _: self.fetch())
 
-    def fetch(self) -> object:
-        self.num_fetches += 1
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
+
+class _Answers(BaseHTTPRequestHandler):
+    server: Endpoint
+
+    def do_GET(self) -> None:
+        self.server.num_fetches += 1
+        if self.server.down:
+            return  # closes without a word
+        body = self.server.answer
+        self.send_response(302 if self.server.redirect else 200)
+        if self.server.redirect:
+            self.send_header("location", self.server.redirect)
+        self.end_headers()
+        self.wfile.write(body if isinstance(body, bytes) else body.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Endpoint:
-    return Endpoint(monkeypatch)
+def endpoint() -> Iterator[Endpoint]:
+    with Endpoint() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
 
 
 async def test_x04_unknown_keys_make_no_storm_of_fetches(endpoint: Endpoint) -> None:
     clock = Clock()
-    keys = UrlKeys("https://issuer.test/jwks", clock)
+    keys = UrlKeys(endpoint.url, clock)
     assert await keys.find("old")
     for number in range(100):
         clock.now += 0.09
         assert await keys.find(f"unknown{number}") is None
     assert endpoint.num_fetches == 1
-    endpoint.answer = json.loads(only("new"))
+    endpoint.answer = only("new")
     clock.now += 1.5
     assert await keys.find("new")
     assert await keys.find("old") is None
@@ -340,9 +362,9 @@ async def test_x04_unknown_keys_make_no_storm_of_fetches(endpoint: Endpoint) -> 
 
 async def test_x05_a_removed_key_ends_with_the_cache(endpoint: Endpoint) -> None:
     clock = Clock()
-    keys = UrlKeys("https://issuer.test/jwks", clock)
+    keys = UrlKeys(endpoint.url, clock)
     assert await keys.find("old")
-    endpoint.answer = json.loads(only("new"))
+    endpoint.answer = only("new")
     clock.now += 299
     assert await keys.find("old")
     clock.now += 2
@@ -351,9 +373,9 @@ async def test_x05_a_removed_key_ends_with_the_cache(endpoint: Endpoint) -> None
 
 async def test_x05_the_last_good_keys_outlive_the_endpoint_for_an_hour(endpoint: Endpoint) -> None:
     clock = Clock()
-    keys = UrlKeys("https://issuer.test/jwks", clock)
+    keys = UrlKeys(endpoint.url, clock)
     assert await keys.find("old")
-    endpoint.answer = jwt.PyJWKClientError("down")
+    endpoint.down = True
     clock.now += 3599
     assert await keys.find("old")
     clock.now += 2
@@ -362,7 +384,23 @@ async def test_x05_the_last_good_keys_outlive_the_endpoint_for_an_hour(endpoint:
     assert caught.value.code is Code.UNAVAILABLE
 
 
-@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://x/y", "jwks.json", ""])
+async def test_keys_are_neither_huge_nor_from_elsewhere(endpoint: Endpoint) -> None:
+    clock = Clock()
+    keys = UrlKeys(endpoint.url, clock)
+    assert await keys.find("old")
+    endpoint.answer = only("new").encode() + b" " * (1 << 20)
+    clock.now += 301
+    assert await keys.find("new") is None
+    endpoint.answer, endpoint.redirect = only("new"), endpoint.url + "2"
+    clock.now += 301
+    assert await keys.find("new") is None
+    assert endpoint.num_fetches == 3  # the redirect was not followed
+    endpoint.redirect = ""
+    clock.now += 301
+    assert await keys.find("new")
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://x/y", "jwks.json", "", "http://issuer.example/jwks", "https://"])
 def test_only_web_addresses_are_fetched(url: str) -> None:
     with pytest.raises(KeysError, match="https"):
         UrlKeys(url)

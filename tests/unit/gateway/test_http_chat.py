@@ -249,6 +249,15 @@ async def test_the_class_comes_from_tier_or_header(body: dict[str, str], headers
         assert unknown.json()["error"]["param"] == "service_tier"
 
 
+async def test_unknown_fields_of_messages_are_named_and_strict_refuses_them() -> None:
+    odd = {"messages": [{"role": "user", "content": "x", "mood": "sour"}]}
+    async with stack(play(letters("x"))) as mesh:
+        lax = await mesh.http.post("/v1/chat/completions", json=CHAT | odd)
+        strict = await mesh.http.post("/v1/chat/completions", json=CHAT | odd | {"strict": True})
+    assert lax.headers["x-forebay-ignored"] == "messages[0].mood"
+    assert (strict.status_code, strict.json()["error"]["param"]) == (400, "messages[0].mood")
+
+
 async def test_unknown_fields_are_named_and_strict_refuses_them() -> None:
     async with stack(play(letters("x"))) as mesh:
         lax = await mesh.http.post("/v1/chat/completions", json=CHAT | {"topp": 1, "n_predict": 5})
