@@ -37,7 +37,7 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Text, tokenised by the model's tokenizer."""
     latency_class: _types_pb2.LatencyClass.ValueType
-    """How urgent; the org's ceiling wins."""
+    """How urgent."""
     label: _builtins.str
     """The client's own id, up to 128 printable characters. Echoed, never used as a key."""
     echo: _builtins.bool
@@ -115,7 +115,7 @@ class ChatRequest(_message.Message):
     model: _builtins.str
     """A name or alias from ListModels. May be empty where the mesh serves one model."""
     latency_class: _types_pb2.LatencyClass.ValueType
-    """How urgent; the org's ceiling wins."""
+    """How urgent."""
     label: _builtins.str
     """The client's own id, up to 128 printable characters. Echoed, never used as a key."""
     @_builtins.property

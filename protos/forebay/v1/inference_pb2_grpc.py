@@ -88,14 +88,14 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists the models that the caller's org may use.
+        """Lists the models that the mesh serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Describes one model. NOT_FOUND where the org has none of that name.
+        """Describes one model. NOT_FOUND where there is none of that name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

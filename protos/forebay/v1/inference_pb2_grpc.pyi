@@ -40,9 +40,9 @@ class InferenceServiceStub:
     CountTokens: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]
     """Counts a text's tokens, and returns them."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
-    """Lists the models that the caller's org may use."""
+    """Lists the models that the mesh serves."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
-    """Describes one model. NOT_FOUND where the org has none of that name."""
+    """Describes one model. NOT_FOUND where there is none of that name."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -56,9 +56,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     CountTokens: _aio.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Counts a text's tokens, and returns them."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """Lists the models that the caller's org may use."""
+    """Lists the models that the mesh serves."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
-    """Describes one model. NOT_FOUND where the org has none of that name."""
+    """Describes one model. NOT_FOUND where there is none of that name."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim."""
@@ -93,7 +93,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ListModelsResponse, _abc.Awaitable[_inference_pb2.ListModelsResponse]]:
-        """Lists the models that the caller's org may use."""
+        """Lists the models that the mesh serves."""
 
     @_abc_1.abstractmethod
     def GetModel(
@@ -101,6 +101,6 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetModelResponse, _abc.Awaitable[_inference_pb2.GetModelResponse]]:
-        """Describes one model. NOT_FOUND where the org has none of that name."""
+        """Describes one model. NOT_FOUND where there is none of that name."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

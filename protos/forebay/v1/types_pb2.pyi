@@ -26,7 +26,7 @@ class _LatencyClass:
 class _LatencyClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LatencyClass.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     LATENCY_CLASS_UNSPECIFIED: _LatencyClass.ValueType  # 0
-    """The server picks: standard, or what the org's policy says."""
+    """The server picks: standard."""
     LATENCY_CLASS_REALTIME: _LatencyClass.ValueType  # 1
     """Interactive: p99 time to first token under 200 ms."""
     LATENCY_CLASS_STANDARD: _LatencyClass.ValueType  # 2
@@ -35,10 +35,10 @@ class _LatencyClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LatencyC
     """Throughput work that may wait."""
 
 class LatencyClass(_LatencyClass, metaclass=_LatencyClassEnumTypeWrapper):
-    """How urgent a request is. Realtime preempts batch; batch fills what the others leave (SPEC 2)."""
+    """How urgent a request is: realtime is placed and run before standard, standard before batch."""
 
 LATENCY_CLASS_UNSPECIFIED: LatencyClass.ValueType  # 0
-"""The server picks: standard, or what the org's policy says."""
+"""The server picks: standard."""
 LATENCY_CLASS_REALTIME: LatencyClass.ValueType  # 1
 """Interactive: p99 time to first token under 200 ms."""
 LATENCY_CLASS_STANDARD: LatencyClass.ValueType  # 2
@@ -145,13 +145,13 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """-2 .. 2, subtracted per occurrence among the generated tokens. Default 0."""
     repetition_penalty: _builtins.float
-    """(0, 100], divides positive and multiplies negative logits of tokens in prompt and output. Default 1 (off)."""
+    """1e-6 .. 100, divides positive and multiplies negative logits of tokens in prompt and output. Default 1 (off)."""
     ignore_eos: _builtins.bool
     """Go on past the model's end token. Default false."""
     seed: _builtins.int
     """Same seed, model version and server fingerprint: same tokens. Default: drawn by the gateway."""
     n: _builtins.int
-    """Choices, 1 .. 16. They share the prompt's cache and count n times toward quotas. Default 1."""
+    """Choices, 1 .. 16. They share the prompt's cache. Default 1."""
     logprobs: _builtins.int
     """Log-probabilities of each generated token and of this many alternatives, 0 .. 20. Absent: none."""
     prompt_logprobs: _builtins.int
@@ -278,7 +278,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
-    """One token and its natural log-probability under the processed distribution's temperature-1 logits."""
+    """One token and its natural log-probability under the model's raw logits, before penalties, biases and temperature."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
