@@ -40,7 +40,7 @@ _SAMPLING: dict[str, Schema] = {
     "min_p": _number(0, 1),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 100},
+    "repetition_penalty": {"type": ["number", "null"], "minimum": 1e-6, "maximum": 100},
     "logit_bias": {
         "type": ["object", "null"],
         "maxProperties": MAX_LOGIT_BIASES,

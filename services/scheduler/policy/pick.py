@@ -68,6 +68,14 @@ def serves(worker: Worker, ticket: Ticket) -> ServedModel | None:
     return model
 
 
+def could_hold(worker: Worker, ticket: Ticket) -> bool:
+    """Whether this worker, empty, could run the ticket to its end: workers of one model may differ in context length and cache."""
+    model = serves(worker, ticket)
+    if model is None or ticket.num_prompt_tokens + ticket.max_tokens > model.max_model_len:
+        return False
+    return blocks_for(model.block_size, ticket.num_prompt_tokens, 1, ticket.n) <= model.num_blocks
+
+
 def needs(ticket: Ticket, worker: Worker, model: ServedModel, output_estimate: int) -> tuple[int, int]:
     """(slots, blocks) to reserve. Never more than the whole worker has, so that what fits an empty worker is placeable."""
     delivered = -(-ticket.num_delivered_tokens // ticket.n)
@@ -105,7 +113,7 @@ def plan(tickets: Iterable[Ticket], workers: Iterable[Worker], rules: Rules) -> 
 
 
 def _place(ticket: Ticket, sketch: _Sketch, rules: Rules) -> Placement | None:
-    candidates = [w for w in sketch.workers.values() if serves(w, ticket)]
+    candidates = [w for w in sketch.workers.values() if could_hold(w, ticket)]
     reachable = [w for w in candidates if w.worker_id not in ticket.excluded_workers]
     # Excluded workers are left out while there are others. Alone they are better than nothing, if they live on for a while.
     if not reachable and ticket.asked_seconds < rules.exclusion_seconds:

@@ -44,6 +44,14 @@ def test_another_version_or_model_is_no_candidate() -> None:
     assert _names([_ticket(version="")], [_worker()]) == [("r", "w1")]
 
 
+def test_a_worker_that_could_not_hold_the_whole_ticket_is_no_candidate() -> None:
+    short, small = replace(MODEL, max_model_len=256), replace(MODEL, num_blocks=10)
+    workers = [_worker("w1", model=short), _worker("w2", model=small), _worker("w3", used_slots=3)]
+    assert _names([_ticket(prompt=16, max_tokens=300)], workers[::2]) == [("r", "w3")]
+    assert _names([_ticket(prompt=200, max_tokens=16)], workers[1:]) == [("r", "w3")]
+    assert _names([_ticket(prompt=16, max_tokens=240)], workers[:1]) == [("r", "w1")]
+
+
 def test_excluded_workers_are_left_out_while_there_are_others() -> None:
     ticket = _ticket(excluded_workers=frozenset({"w1"}))
     assert _names([ticket], [_worker("w1"), _worker("w2", used_slots=3)]) == [("r", "w2")]
