@@ -12,8 +12,10 @@ def main() -> None:
         have = ".".join(map(str, sys.version_info[:2]))
         sys.exit(f"forebay: this is Python {have}, and Forebay needs 3.11, 3.12 or 3.13: make its virtual environment with one of those")
     # Imported late, so that a wrong Python gets the line above and not a syntax error.
-    from services.cli.app import run_app
-
+    try:
+        from services.cli.app import run_app
+    except ModuleNotFoundError as error:
+        sys.exit(f"forebay: the command needs more than the client ({error.name} is missing): pip install 'forebay[cli]'")
     sys.exit(run_app())
 
 

@@ -23,13 +23,18 @@ from services.cli.up import unless, until_signal
 _QUESTION = "What is the capital of France?"
 _EXPECTED = "Paris"
 _MAX_TOKENS = 48
+_ANSWER_SECONDS = 60
 
 
 def demo() -> None:
     """Shows the whole path with a real model, from nothing to an answer and back; exit code 1 if an answer is wrong."""
     plan = Plan((models.default(),), grpc_port=0, http_port=0)
     folder = Path(tempfile.mkdtemp(prefix="forebay-demo-"))
-    wrong = asyncio.run(_demo(plan, Home(folder)))
+    try:
+        wrong = asyncio.run(_demo(plan, Home(folder)))
+    except KeyboardInterrupt:
+        shutil.rmtree(folder)
+        raise
     shutil.rmtree(folder)  # not after a failure, whose message names a log in it
     if wrong:
         Console(stderr=True).print(f"[red]no '{_EXPECTED}' in the answer over {' and '.join(wrong)}[/red]")
@@ -54,7 +59,13 @@ async def _ask_both(console: Console, running: Running) -> dict[str, Answer]:
     answers = {}
     for face, where, ask_face in (("gRPC", running.grpc_address, _ask_grpc), ("HTTP", running.http_base_url, _ask_http)):
         console.print(f"\n[bold]{_QUESTION}[/bold] over {face}, {where}", highlight=False)
-        answer = answers[face] = await ask_face(running)
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                answer = answers[face] = await ask_face(running)
+        except TimeoutError as error:
+            raise Problem(f"no whole answer over {face} within {_ANSWER_SECONDS} s") from error
+        except httpx.HTTPError as error:
+            raise Problem(f"no answer over {face}: {type(error).__name__} {error}".rstrip()) from error
         first, rate = answer.ttft_seconds * 1000, answer.tokens_per_second
         console.print(f"\n[dim]time to first token {first:.0f} ms, {rate:.1f} tokens/s[/dim]", highlight=False)
     return answers
@@ -80,7 +91,7 @@ async def _ask_http(running: Running) -> Answer:
         "stream_options": {"include_usage": True},
     }
     answer, start = Answer(), time.perf_counter()
-    client = httpx.AsyncClient(headers={"Authorization": f"Bearer {running.token}"}, timeout=60, trust_env=False)
+    client = httpx.AsyncClient(headers={"Authorization": f"Bearer {running.token}"}, timeout=_ANSWER_SECONDS, trust_env=False)
     async with client as http, http.stream("POST", f"{running.http_base_url}/chat/completions", json=body) as response:
         if response.is_error:
             await response.aread()

@@ -25,7 +25,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Home:
-    """One state folder, mode 0700."""
+    """One state folder. What is secret in it is private whatever the mode of the folder."""
 
     path: Path
 
@@ -54,6 +54,7 @@ class Home:
         try:
             for folder in (self.path, self.logs):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.logs.chmod(0o700)  # ours alone; the folder itself may be one that the person shares
         except OSError as error:
             raise Problem(f"cannot make {self.path}: {error.strerror}. Set FOREBAY_HOME to a folder of yours") from error
 
@@ -87,9 +88,14 @@ class Home:
             facts = json.loads(self._state.read_text())
             running = Running(**{**facts, "models": tuple(facts["models"])})
             os.kill(running.pid, 0)
+            # The pid may be another's by now; the lock can't be.
+            with (self.path / "lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return running
         except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return running
+            pass
+        return None
 
     @property
     def _state(self) -> Path:

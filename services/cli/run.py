@@ -128,7 +128,14 @@ async def _chat(target: client.Target, request: inference_pb2.ChatRequest, verbo
             del request.messages[first:]
             continue
         request.messages.add(role="user", content=text)
-        answer = await ask(target, request, show=True)
+        try:
+            with client.friendly_errors(target):
+                answer = await ask(target, request, show=True)
+        except Problem as problem:  # the person may mend it with the next line
+            print()
+            print(f"forebay: {problem}", file=sys.stderr)
+            del request.messages[-1]
+            continue
         print()
         request.messages.add(role="assistant", content=answer.text)
         if verbose:

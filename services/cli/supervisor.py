@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -22,6 +23,8 @@ _FIRST_BACKOFF_SECONDS = 0.5
 _MAX_BACKOFF_SECONDS = 30.0
 _HEALTHY_SECONDS = 60.0
 _LOG_TAIL_LINES = 12
+_MAX_LOG_BYTES = 64 << 20
+_LOG_LOOK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Stops the children in reverse order of their start, neighbours of one kind together: SIGTERM, and SIGKILL for the late."""
         for child in self._children:
-            child.stopping = True  # what dies from now on stays dead
+            child.stopping.set()  # what dies from now on stays dead
         while self._children:
             group = [child for child in self._children if child.kind == self._children[-1].kind]
             await asyncio.gather(*(child.stop() for child in group))
@@ -78,7 +81,7 @@ class Supervisor:
     def kill(self) -> None:
         """Ends every child at once, during `stop` too; for a second Ctrl-C."""
         for child in self._children:
-            child.stopping = True
+            child.stopping.set()
             child.signal(signal.SIGKILL)
 
     @property
@@ -95,8 +98,9 @@ class _Child:
         self._listener = listener
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Future[Mapping[str, object]] | None = None
+        self._run: asyncio.Task[float] | None = None
         self._watch: asyncio.Task[None] | None = None
-        self.stopping = False
+        self.stopping = asyncio.Event()
 
     @property
     def kind(self) -> str:
@@ -110,7 +114,7 @@ class _Child:
     async def start(self) -> Mapping[str, object]:
         self._log_path.write_bytes(b"")
         self._tell("starting")
-        run = asyncio.create_task(self._run_once())
+        run = self._run = asyncio.create_task(self._run_once())
         self._listening = asyncio.get_running_loop().create_future()
         either: set[asyncio.Future[Any]] = {run, self._listening}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=self.spec.start_seconds)
@@ -124,17 +128,15 @@ class _Child:
         for fact, variable in self.spec.pins.items():
             if fact in facts:
                 self._environment[variable] = str(facts[fact])
-        self._watch = asyncio.create_task(self._keep_running(run))
+        self._watch = asyncio.create_task(self._keep_running())
         return facts
 
     async def stop(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self.signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(self._process.wait(), self.spec.stop_seconds)
-            except TimeoutError:
-                self.signal(signal.SIGKILL)
-                await self._process.wait()
+        self.signal(signal.SIGTERM)
+        if self._run is not None:
+            await asyncio.wait({self._run}, timeout=self.spec.stop_seconds)
+            self.signal(signal.SIGKILL)
+            await asyncio.wait({self._run})
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait({self._watch})
@@ -145,11 +147,12 @@ class _Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
-    async def _keep_running(self, run: "asyncio.Task[float]") -> None:
+    async def _keep_running(self) -> None:
         backoff = _FIRST_BACKOFF_SECONDS
         while True:
-            lived_seconds = await run
-            if self.stopping:
+            assert self._run is not None
+            lived_seconds = await self._run
+            if self.stopping.is_set():
                 return
             if lived_seconds > _HEALTHY_SECONDS:
                 backoff = _FIRST_BACKOFF_SECONDS
@@ -157,9 +160,11 @@ class _Child:
                 "died", how=self._how_it_ended(), backoff_seconds=backoff, log=str(self._log_path), pid=self._process and self._process.pid
             )
             await asyncio.sleep(backoff)
+            if self.stopping.is_set():
+                return
             backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
             self._tell("restarting")
-            run = asyncio.create_task(self._run_once())
+            self._run = asyncio.create_task(self._run_once())
 
     async def _run_once(self) -> float:
         """Runs the program to its end; returns the seconds that it lived."""
@@ -174,9 +179,14 @@ class _Child:
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C on the terminal is ours to pass on, in order
             )
+        if self.stopping.is_set():  # the stop came too early to signal it
+            self.signal(signal.SIGKILL)
         news = asyncio.create_task(self._poll(self.spec.probe) if self.spec.probe is not None else self._read_events())
         try:
-            await self._process.wait()
+            while self._process.returncode is None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), _LOG_LOOK_SECONDS)
+                self._bound_log()
             if self.spec.probe is None:
                 await asyncio.wait({news}, timeout=1)
         finally:
@@ -187,13 +197,20 @@ class _Child:
     async def _read_events(self) -> None:
         assert self._process is not None
         assert self._process.stdout is not None
-        async for line in self._process.stdout:
+        while not self._process.stdout.at_eof():
             try:
-                event = json.loads(line)
+                event = json.loads(await self._process.stdout.readline())
             except ValueError:
-                continue  # a stray print is not worth a mesh
+                continue  # a stray print, or a line too long for the buffer, is not worth a mesh
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 self._heard(event["event"], event)
+
+    def _bound_log(self) -> None:
+        """Keeps the last two spans of a long life's log. The child appends, so it goes on at the front of the emptied file."""
+        with contextlib.suppress(OSError):  # a full disk, or a log that somebody removed, ends no child
+            if self._log_path.stat().st_size > _MAX_LOG_BYTES:
+                shutil.copyfile(self._log_path, self._log_path.with_suffix(".log.1"))
+                os.truncate(self._log_path, 0)
 
     async def _poll(self, probe: Probe) -> None:
         while not await probe():  # noqa: ASYNC110  # another process's readiness sets no event of ours

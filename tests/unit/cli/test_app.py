@@ -45,6 +45,13 @@ def test_a_token_for_nobody_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     assert (done.returncode, done.stderr) == (1, "forebay: nothing answers at 127.0.0.1:1: is the mesh up?\n")
 
 
+def test_without_its_packages_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from services.cli.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "forebay: the command needs more than the client (typer is missing): pip install 'forebay[cli]'\n"
+
+
 @pytest.mark.parametrize("version", [(3, 10), (3, 14), (4, 0)])
 def test_a_wrong_python_is_one_line(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
     monkeypatch.setattr(entry, "sys", SimpleNamespace(version_info=(*version, 0), exit=sys.exit))

@@ -26,6 +26,8 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
     async def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> AsyncIterator[inference_pb2.ChatResponse]:  # type: ignore[override]
         self.asked.append(request)
         self.tokens.append(dict(context.invocation_metadata())["authorization"])
+        if request.messages[-1].content == "refuse":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
         if request.model == "none":
             await context.abort(grpc.StatusCode.NOT_FOUND, "no model is called none: see ListModels")
         yield inference_pb2.ChatResponse(started=inference_pb2.Started(request_id="r-1", model="tiny@fp32", seed=9, system_fingerprint="f"))
@@ -105,6 +107,12 @@ def test_a_chat_remembers_until_it_is_told_to_forget(gateway: Gateway) -> None:
     _run("run", "--system", "Be brief.", text="one\n\ntwo\n/clear\nthree\n")
     said = [[message.content for message in request.messages] for request in gateway.asked]
     assert said == [["Be brief.", "one"], ["Be brief.", "one", "Paris", "two"], ["Be brief.", "three"]]
+
+
+def test_a_chat_goes_on_after_a_refusal(gateway: Gateway) -> None:
+    result = CliRunner().invoke(app, ["run"], input="one\nrefuse\ntwo\n")
+    assert (result.exit_code, result.stderr) == (0, "forebay: INVALID_ARGUMENT: no\n")
+    assert [message.content for message in gateway.asked[-1].messages] == ["one", "Paris", "two"]
 
 
 def test_a_refusal_is_a_problem(gateway: Gateway) -> None:

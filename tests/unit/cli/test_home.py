@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,12 +27,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     return found
 
 
-def test_written_and_read_again(home: Home) -> None:
-    home.write(RUNNING)
-    assert home.read() == RUNNING
-    assert stat.S_IMODE((home.path / "mesh.json").stat().st_mode) == 0o600
-    home.clear()
-    assert home.read() is None
+@pytest.fixture
+def held(home: Home) -> Iterator[Home]:
+    """As `forebay up` holds it."""
+    with home.lock():
+        yield home
+
+
+def test_written_and_read_again(held: Home) -> None:
+    held.write(RUNNING)
+    assert held.read() == RUNNING
+    assert stat.S_IMODE((held.path / "mesh.json").stat().st_mode) == 0o600
+    held.clear()
+    assert held.read() is None
 
 
 def test_a_dead_supervisor_is_no_mesh(home: Home) -> None:
@@ -39,6 +47,20 @@ def test_a_dead_supervisor_is_no_mesh(home: Home) -> None:
     done.wait()
     home.write(replace(RUNNING, pid=done.pid))
     assert home.read() is None
+
+
+def test_a_pid_that_is_another_programs_by_now_is_no_mesh(home: Home) -> None:
+    home.lock().close()
+    home.write(RUNNING)
+    assert home.read() is None
+
+
+def test_logs_are_private_in_a_folder_of_any_mode(home: Home) -> None:
+    for folder in (home.path, home.logs):
+        folder.chmod(0o755)
+    home.make()
+    assert stat.S_IMODE(home.path.stat().st_mode) == 0o755
+    assert stat.S_IMODE(home.logs.stat().st_mode) == 0o700
 
 
 def test_a_second_mesh_is_refused_with_the_first_ones_pid(home: Home) -> None:
@@ -49,13 +71,13 @@ def test_a_second_mesh_is_refused_with_the_first_ones_pid(home: Home) -> None:
     home.lock().close()
 
 
-def test_a_client_finds_the_mesh_that_is_up(home: Home) -> None:
-    home.write(RUNNING)
+def test_a_client_finds_the_mesh_that_is_up(held: Home) -> None:
+    held.write(RUNNING)
     assert client.find() == client.Target("127.0.0.1:1", "a.b.c")
 
 
-def test_the_environment_wins(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    home.write(RUNNING)
+def test_the_environment_wins(held: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    held.write(RUNNING)
     monkeypatch.setenv("FOREBAY_ADDRESS", "mesh:50051")
     assert client.find() == client.Target("mesh:50051", "a.b.c")
     monkeypatch.setenv("FOREBAY_TOKEN", "other")

@@ -46,9 +46,10 @@ async def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Ch
     home = Home(tmp_path)
     home.make()
     mesh = Mesh(Plan(MODELS, workers=2, host="::", grpc_port=0, http_port=0, kv_memory="64MB"), home, lambda _: None)
-    running = await mesh.start()
+    with home.lock():
+        running = await mesh.start()
+        assert home.read() == running
     assert (running.grpc_address, running.http_base_url) == ("127.0.0.1:2", "http://127.0.0.1:3/v1")
-    assert home.read() == running
     await mesh.stop()
     assert home.read() is None
     return {spec.name: spec for spec in recorder.specs}

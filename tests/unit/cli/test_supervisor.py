@@ -117,6 +117,47 @@ async def test_kill_ends_a_stop_that_waits(tmp_path: Path) -> None:
     assert supervisor.pids == {}
 
 
+async def test_a_line_longer_than_the_buffer_is_passed_over(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path, Events())
+    facts = await supervisor.start(_spec("worker-1", "print('x' * 300_000, flush=True)\n" + _LISTENS, start_seconds=20))
+    assert facts["address"] == "127.0.0.1:7777"
+    await supervisor.stop()
+
+
+async def test_a_child_that_waits_to_start_again_stays_dead_in_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "_FIRST_BACKOFF_SECONDS", 0.1)
+    events = Events()
+    supervisor = Supervisor(tmp_path, events)
+    await supervisor.start(_spec("worker-1", _LISTENS))
+    await supervisor.start(_spec("gateway", _IGNORES_SIGTERM, stop_seconds=0.5))
+    os.kill(supervisor.pids["worker-1"], signal.SIGKILL)
+    await events.wait("died")
+    await supervisor.stop()
+    assert "restarting" not in [event.kind for event in events.seen]
+
+
+async def test_a_child_that_is_being_made_is_not_missed_by_a_stop(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path, Events())
+    start = asyncio.create_task(supervisor.start(_spec("gateway", _IGNORES_SIGTERM, stop_seconds=3600)))
+    for _ in range(2):  # the start has begun, and the making of the process
+        await asyncio.sleep(0)
+    start.cancel()
+    assert supervisor.pids == {}
+    await supervisor.stop()
+    assert [child for child in psutil.Process().children() if str(_IGNORES_SIGTERM) in child.cmdline()] == []
+
+
+async def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "_MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(supervisor_module, "_LOG_LOOK_SECONDS", 0.01)
+    supervisor = Supervisor(tmp_path, Events())
+    code = "import sys; print('x' * 2000, file=sys.stderr, flush=True)\n" + _LISTENS.replace("signal.pause()", "sys.stdin.read()")
+    await supervisor.start(_spec("worker-1", code))
+    await supervisor.stop()
+    assert (tmp_path / "worker-1.log").read_text() == ""
+    assert (tmp_path / "worker-1.log.1").read_text() == "x" * 2000 + "\n"
+
+
 async def test_a_probed_child_is_up_when_its_probe_says_so(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
 
