@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -110,6 +111,12 @@ class _Link:
         except grpc.aio.AioRpcError as error:
             if self.attached:
                 _logger.warning("lost the scheduler", scheduler=self.address, code=error.code().name, details=error.details())
+        except asyncio.CancelledError:
+            # gRPC cancels a stream whose requests raise. Then, too, the worker attaches again; only a cancellation of ours ends it.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+        except Exception:  # a bug in here must not take the worker out of the fleet for good
+            _logger.exception("attach failed", scheduler=self.address)
         finally:
             self.attached = False
             call.cancel()
@@ -121,9 +128,15 @@ class _Link:
         yield scheduler_pb2.AttachRequest(register=self._node.register)
         while True:
             self.nudged.clear()
-            yield scheduler_pb2.AttachRequest(heartbeat=self._node.next_heartbeat())
+            yield scheduler_pb2.AttachRequest(heartbeat=self._next_heartbeat())
             await asyncio.sleep(beat.least_seconds)
-            try:
-                await asyncio.wait_for(self.nudged.wait(), beat.heartbeat_seconds - beat.least_seconds)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(beat.heartbeat_seconds - beat.least_seconds):
+                    await self.nudged.wait()
+
+    def _next_heartbeat(self) -> scheduler_pb2.Heartbeat:
+        try:
+            return self._node.next_heartbeat()
+        except Exception:
+            _logger.exception("no heartbeat", scheduler=self.address)  # gRPC would end the stream without a word
+            raise

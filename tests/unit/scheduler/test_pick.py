@@ -80,7 +80,10 @@ def test_room_for_a_class_is_what_is_free_until_engines_preempt_by_class() -> No
 def test_what_fits_an_empty_worker_only_is_placed_on_an_empty_worker() -> None:
     ticket = _ticket(prompt=1000, max_tokens=24, n=2)
     assert [p.num_blocks for p in plan([ticket], [_worker()], Rules())] == [64]
-    assert _names([ticket], [_worker(used_slots=1)]) == []
+    assert _names([ticket], [_worker(used_blocks=1)]) == []
+    many = _ticket(n=8)  # more choices than slots
+    assert [p.num_slots for p in plan([many], [_worker()], Rules())] == [4]
+    assert _names([many], [_worker(used_slots=1)]) == []
 
 
 def test_delivered_tokens_are_part_of_what_is_reserved() -> None:

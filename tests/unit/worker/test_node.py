@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
+import pytest
 
 from forebay.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.common import rpc
-from services.worker.node import Beat
+from services.worker.node import Beat, Node
 from tests.worker_harness import continuation, hear, serving, until
 
 FAST = Beat(heartbeat_seconds=0.03, first_retry_seconds=0.01, last_retry_seconds=0.02)
@@ -145,3 +146,30 @@ async def test_a_restarted_scheduler_is_found_again_while_streams_go_on() -> Non
         assert [lease.request_id for lease in scheduler.heartbeats[-1].leases] == ["r"]
         worker.runner.release()
         assert (await hear(call)).tokens() == continuation([1, 2, 3], 8)
+
+
+@pytest.mark.parametrize("where", ["heartbeat", "revoke"])
+async def test_an_error_of_ours_costs_one_stream_and_not_the_worker(where: str) -> None:
+    failures = [OSError("no sensor")]
+
+    def fail_once() -> None:
+        if failures:
+            raise failures.pop()
+
+    def heartbeat() -> scheduler_pb2.Heartbeat:
+        if where == "heartbeat":
+            fail_once()
+        return scheduler_pb2.Heartbeat()
+
+    async with FakeScheduler() as scheduler:
+        scheduler.commands.put_nowait(scheduler_pb2.AttachResponse(revoke=scheduler_pb2.Revoke()))
+        node = Node([scheduler.address], scheduler_pb2.Register(), heartbeat, lambda _: fail_once(), beat=FAST)
+        node.start()
+        try:
+            await until(lambda: not failures)
+            heard = len(scheduler.heartbeats)
+            await until(lambda: len(scheduler.heartbeats) > heard + 2)  # one may have been on its way
+            assert node.num_attached == 1
+        finally:
+            await node.stop()
+    assert node.num_attached == 0
