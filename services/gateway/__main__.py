@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from services.common import log, process, rpc
+from services.common.address import with_port
 from services.common.process import HttpServer, InternalHttp, announce
 from services.common.settings import SettingsError, read
 from services.gateway.auth import Authenticator
@@ -36,9 +37,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     announce(
         "listening",
         service="gateway",
-        grpc_address=_with_port(settings.grpc_address, grpc_port),
-        http_address=_with_port(settings.http_address, http_port),
-        internal_address=_with_port(settings.internal_address, internal_port),
+        grpc_address=with_port(settings.grpc_address, grpc_port),
+        http_address=with_port(settings.http_address, http_port),
+        internal_address=with_port(settings.internal_address, internal_port),
     )
     await process.until(stop, watch)
     gateway.draining = True
@@ -70,10 +71,6 @@ def _authenticator(settings: GatewaySettings) -> Authenticator:
     if settings.jwks_file:
         return Authenticator.from_file(Path(settings.jwks_file), **trust)
     return Authenticator.from_url(settings.jwks_url, **trust)
-
-
-def _with_port(address: str, port: int) -> str:
-    return f"{address.rpartition(':')[0]}:{port}"
 
 
 def main() -> int:
