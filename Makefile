@@ -1,4 +1,4 @@
-# Everything from a fresh checkout: needs Python 3.11-3.13 (with venv), make and g++. `make` lists the targets.
+# Everything from a fresh checkout: needs Python 3.11-3.13 (with venv) and make. `make` lists the targets.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -14,7 +14,7 @@ PROTOS := $(wildcard protos/forebay/v1/*.proto)
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup demo up test test-debian lint format proto proto-check breaking bench-serving config-table compose-smoke clean
+.PHONY: help setup demo up test fuzz test-debian lint format proto proto-check breaking bench-serving config-table compose-smoke clean
 
 help: ## This list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -41,8 +41,11 @@ demo: setup ## Start a mesh, ask a real model over gRPC and HTTP, stop
 up: setup ## Keep a mesh running until Ctrl-C (ARGS='--workers 2', say)
 	@$(BIN)/forebay up $(ARGS)
 
-test: setup ## Every test that needs only Python, make and g++
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not debian" $(ARGS)
+test: setup ## Every test that needs only Python and make
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+fuzz: setup ## 10,000 fuzzed requests at the gateway, a few minutes
+	@FOREBAY_FUZZ_CASES=10000 $(BIN)/python -m pytest --timeout 900 tests/unit/gateway/test_fuzz.py $(ARGS)
 
 test-debian: setup ## The tests on Debian's redis-server, which must be installed
 	@server=$$(command -v redis-server) || { echo "no redis-server: apt install redis-server" >&2; exit 1; }
