@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 work=$(mktemp -d /var/tmp/forebay-compose.XXXXXX)
 export DOCKER_HOST=unix://$work/docker.sock DOCKER_CONFIG=$work/config
 export FOREBAY_MODEL_DIR=$work/models FOREBAY_MODEL_FILE=model.gguf FOREBAY_MODEL_NAME=smollm2 FOREBAY_JWKS=$work/keys/jwks.json
+export TORCH=torch==2.13.0+cpu
 export FOREBAY_GRPC_PORT=${FOREBAY_GRPC_PORT:-50151} FOREBAY_HTTP_PORT=${FOREBAY_HTTP_PORT:-8100}
 compose=(docker compose -f deploy/compose.yaml)
 dockerd_pid= forwarding=
@@ -70,7 +71,7 @@ rm "$work/base.tar"
 echo "images"
 # pip inside the image would take torch's CUDA build: hand it the CPU wheel that pip finds out here.
 wheels=(deploy/wheels/torch-2.13.0*cp311*.whl)
-[ -e "${wheels[0]}" ] || .venv/bin/pip download -q --no-deps --python-version 3.11 --only-binary :all: -d deploy/wheels "$(cat constraints.txt)"
+[ -e "${wheels[0]}" ] || .venv/bin/pip download -q --no-deps --python-version 3.11 --only-binary :all: -d deploy/wheels "$(grep ^torch== constraints.txt)"
 "${compose[@]}" build --quiet
 
 echo "up"
