@@ -195,7 +195,7 @@ class FakeWorker:
     ) -> None:
         model = scheduler_pb2.WorkerModel(model=MODEL, version="v1", block_size=16, num_blocks=num_blocks, max_model_len=1024, loaded=True)
         self.register = scheduler_pb2.Register(
-            worker_id=worker_id, incarnation=incarnation, address=f"{worker_id}:1", models=[model], max_sequences=slots
+            worker_id=worker_id, incarnation=incarnation, address=f"{worker_id}:1", models=[model], max_sequences=slots, max_waiting=2
         )
         self.leases: dict[str, scheduler_pb2.LeaseProgress] = {}
         self.revoked: list[tuple[str, int]] = []

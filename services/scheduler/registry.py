@@ -42,9 +42,8 @@ class Attached:
 class Registry:
     """By worker id. The newest stream of a worker is the one that counts."""
 
-    def __init__(self, *, liveness_seconds: float, max_waiting: int) -> None:
+    def __init__(self, *, liveness_seconds: float) -> None:
         self._liveness_seconds = liveness_seconds
-        self._max_waiting = max_waiting
         self._workers: dict[str, Attached] = {}
         self._last_served: dict[tuple[str, str], float] = {}
 
@@ -72,16 +71,12 @@ class Registry:
 
     def usable(self, now: float) -> list[Worker]:
         """Workers that new work may go to, with no room in use as far as this module knows."""
-        return [
-            as_worker(w.registration, self._max_waiting)
-            for w in self._workers.values()
-            if not w.not_ready_reason(now, self._liveness_seconds)
-        ]
+        return [as_worker(w.registration) for w in self._workers.values() if not w.not_ready_reason(now, self._liveness_seconds)]
 
     def known(self, now: float) -> list[Worker]:
         """Every worker seen in the last minute, ready or not."""
         self._forget(now)
-        return [as_worker(w.registration, self._max_waiting) for w in self._workers.values()]
+        return [as_worker(w.registration) for w in self._workers.values()]
 
     def served_at(self, ticket: Ticket, now: float) -> float | None:
         """When a ready worker was last seen that serves this ticket's model: now, if one is here. None if never."""
@@ -132,10 +127,10 @@ def _loaded(registration: scheduler_pb2.Register) -> Iterable[scheduler_pb2.Work
     return [model for model in registration.models if model.loaded]
 
 
-def as_worker(r: scheduler_pb2.Register, max_waiting: int) -> Worker:
+def as_worker(r: scheduler_pb2.Register) -> Worker:
     """The policy's view of a worker with nothing in use."""
     models = {m.model: ServedModel(m.version, m.block_size, m.num_blocks, m.max_model_len) for m in _loaded(r)}
-    return Worker(r.worker_id, r.incarnation, r.address, r.max_sequences, r.max_sequences + max_waiting, models)
+    return Worker(r.worker_id, r.incarnation, r.address, r.max_sequences, r.max_sequences + r.max_waiting, models)
 
 
 def _names(ticket: Ticket, model: str, version: str) -> bool:

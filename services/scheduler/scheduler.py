@@ -28,7 +28,6 @@ class Options:
 
     scheduler_id: str
     max_queued: int = 4096
-    max_waiting_per_worker: int = 2
     no_worker_seconds: float = 5.0
     liveness_seconds: float = 3.0
     poll_seconds: float = 1.0
@@ -45,7 +44,6 @@ class Options:
         return cls(
             scheduler_id=settings.scheduler_id,
             max_queued=settings.max_queued,
-            max_waiting_per_worker=settings.max_waiting_per_worker,
             no_worker_seconds=settings.no_worker_seconds,
             liveness_seconds=settings.liveness_seconds,
             poll_seconds=settings.poll_seconds,
@@ -63,7 +61,7 @@ class Scheduler:
         self.store = store
         self.metrics = Metrics()
         self.metrics.redis_failures.set_function(lambda: store.num_failures)
-        self.registry = Registry(liveness_seconds=options.liveness_seconds, max_waiting=options.max_waiting_per_worker)
+        self.registry = Registry(liveness_seconds=options.liveness_seconds)
         self.waiting = Waiting()
         # Drawn at each start: a restarted scheduler must not take its predecessor's streams and events for its own.
         self._instance = f"{options.scheduler_id}/{secrets.token_hex(4)}"

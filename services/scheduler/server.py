@@ -199,7 +199,7 @@ class Attachment:
         if not self._stored:
             await self._store()
         leases = [Held(lease.request_id, lease.epoch, lease.num_output_tokens, lease.num_blocks) for lease in heartbeat.leases]
-        worker = as_worker(self._registration, self._scheduler.options.max_waiting_per_worker)
+        worker = as_worker(self._registration)
         revoked = await self._scheduler.ledger.heartbeat(worker, heartbeat.num_used_blocks, leases)
         if revoked is None:
             words = f"worker {worker.worker_id} has registered as another incarnation since: give each worker its own FOREBAY_WORKER_ID"

@@ -19,7 +19,6 @@ class SchedulerSettings(ServiceSettings):
     redis_timeout_seconds: float = Field(0.5, gt=0, le=5, description="longest wait for one answer of Redis")
     redis_wait_seconds: float = Field(10, ge=0, description="how long to wait for Redis at the start")
     max_queued: int = Field(4096, ge=1, description="tickets waiting in one (model, class) before new ones are refused")
-    max_waiting_per_worker: int = Field(2, ge=0, description="sequences that a worker may hold over its batch, waiting")
     output_estimate_tokens: int = Field(256, ge=1, description="most output tokens per choice to reserve cache for at placement")
     no_worker_seconds: float = Field(5, ge=0, description="how long a ticket waits while no worker serves its model")
     liveness_seconds: float = Field(3, gt=0, description="a worker whose last heartbeat is older takes no new work")

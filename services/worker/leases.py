@@ -183,6 +183,16 @@ class Leases:
             for lease in self._live.values()
         ]
 
+    def class_usage(self) -> list[scheduler_pb2.ClassUsage]:
+        """What the leases of each class hold."""
+        held, usage = self._loop.last_turn.progress, dict[int, scheduler_pb2.ClassUsage]()
+        for lease in self._live.values():
+            latency_class = types_pb2.LatencyClass.ValueType(lease.request.latency_class)
+            entry = usage.setdefault(latency_class, scheduler_pb2.ClassUsage(latency_class=latency_class))
+            entry.num_slots += lease.num_sequences
+            entry.num_blocks += held.get(lease.request.request_id, (0, 0))[1]
+        return [usage[latency_class] for latency_class in sorted(usage)]
+
     def is_waiting(self, lease: Lease) -> bool:
         """True while a lease has work left and holds no blocks."""
         return lease.num_sequences > 0 and self._loop.last_turn.progress.get(lease.request.request_id, (0, 0))[1] == 0

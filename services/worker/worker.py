@@ -9,11 +9,12 @@ from prometheus_client import CollectorRegistry
 
 from forebay.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from services.common import log, rpc
+from services.common.address import reachable, split, with_port
 from services.common.errors import Code, StatusError
 from services.common.process import InternalHttp
 from services.worker.engine.engine import Engine
 from services.worker.engine_loop import STALL_SECONDS, EngineLoop, Turn
-from services.worker.leases import Leases
+from services.worker.leases import MAX_WAITING, Leases
 from services.worker.metrics import Metrics
 from services.worker.node import Beat, Node
 from services.worker.outbox import Pace
@@ -64,9 +65,9 @@ class Worker:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._service, self._server)
         self._health = rpc.add_standard_services(self._server, [SERVICE_NAME], internal=True)
         port = rpc.bind(self._server, settings.listen_address)
-        self.address = f"{settings.listen_address.rpartition(':')[0]}:{port}"
+        self.address = with_port(settings.listen_address, port)
         internal_port = await self._internal.start()
-        self.internal_address = f"{settings.internal_address.rpartition(':')[0]}:{internal_port}"
+        self.internal_address = with_port(settings.internal_address, internal_port)
         self.loop.start()
         await self._server.start()
         self.node = Node(settings.scheduler_addresses, self._register(), self.heartbeat, self.leases.revoke, beat=self._beat)
@@ -131,6 +132,8 @@ class Worker:
             power_watts=reading.power_watts,
             draining=self.leases.draining,
             healthy=self.loop.healthy,
+            class_usage=self.leases.class_usage(),
+            loaded_models=[self._served.model],
         )
 
     def _register(self) -> scheduler_pb2.Register:
@@ -145,13 +148,14 @@ class Worker:
             fingerprint=served.fingerprint,
         )
         return scheduler_pb2.Register(
-            worker_id=settings.worker_id or f"{socket.gethostname()}-{self.address.rpartition(':')[2]}",
+            worker_id=settings.worker_id or f"{socket.gethostname()}-{split(self.address)[1]}",
             incarnation=self.incarnation,
-            address=settings.advertised_address or reachable(self.address),
+            address=settings.advertised_address or reachable(self.address, socket.gethostname()),
             node_id=settings.node_id or socket.gethostname(),
             device=device_name(settings.device),
             models=[model],
             max_sequences=settings.max_sequences,
+            max_waiting=MAX_WAITING,
             region=settings.region,
         )
 
@@ -183,9 +187,3 @@ class Worker:
                 self.leases.fail_all(StatusError(Code.INTERNAL, "the step loop hangs; this worker is stopping", reason="ENGINE_HANGS"))
                 raise EngineFailed(f"the step loop has made no progress for {self.loop.stalled_seconds:.0f} s")
             await asyncio.sleep(WATCH_SECONDS)
-
-
-def reachable(address: str) -> str:
-    """An address for others: where the worker listens on every interface, this host's name."""
-    host, _, port = address.rpartition(":")
-    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]", "") else address  # noqa: S104

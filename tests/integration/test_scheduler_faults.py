@@ -8,6 +8,7 @@ import pytest
 
 from forebay.v1 import scheduler_pb2, types_pb2
 from services.common.errors import Code
+from services.scheduler import keys
 from tests.scheduler_harness import FakeWorker, RunningScheduler, failure_of, fake_worker, lease_of, running_scheduler, until, wire_ticket
 
 
@@ -224,16 +225,17 @@ async def test_two_workers_of_one_name_are_told(redis_server) -> None:
 
 
 async def test_losing_the_stream_marks_a_worker_down_for_all(redis_server) -> None:
-    async with (
-        running_scheduler(redis_server.url, "s1") as s1,
-        running_scheduler(redis_server.url, "s2", no_worker_seconds=30) as s2,
-        fake_worker(s1, beat_seconds=0.05) as near,
-    ):
-        frozen = FakeWorker("w1", "i1", beat_seconds=3600)  # Attached to the other one too, and silent there.
+    def flag(name: str) -> bytes:
+        return redis_server.command("HGET", keys.worker("w1"), name)
+
+    async with running_scheduler(redis_server.url, "s1") as s1, running_scheduler(redis_server.url, "s2", no_worker_seconds=30) as s2:
+        frozen = FakeWorker("w1", "i1", beat_seconds=3600)  # Attached to this one too, and silent there after its first heartbeat.
         await frozen.attach(s2)
-        await near.detach()
-        waits = asyncio.create_task(failure_of(s2.place(wire_ticket(deadline_seconds=0.5))))
-        assert (await waits).code is Code.DEADLINE_EXCEEDED
+        await until(lambda: flag("slots:1") == b"$1\r\n0\r\n")
+        async with fake_worker(s1, beat_seconds=0.05) as near:
+            await near.detach()
+        await until(lambda: flag("down") == b"$1\r\n1\r\n")
+        assert (await failure_of(s2.place(wire_ticket(deadline_seconds=0.5)))).code is Code.DEADLINE_EXCEEDED
         await frozen.detach()
 
 

@@ -337,6 +337,7 @@ class Register(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
+    MAX_WAITING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker: one device, or one tensor-parallel group."""
     incarnation: _builtins.str
@@ -350,7 +351,9 @@ class Register(_message.Message):
     max_sequences: _builtins.int
     """Most sequences in one step."""
     region: _builtins.str
-    """Region label, for distance. May be empty."""
+    """Region label, for operators. May be empty."""
+    max_waiting: _builtins.int
+    """Sequences that it takes beyond max_sequences, to wait for a slot there."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerModel]:
         """What it serves."""
@@ -366,10 +369,11 @@ class Register(_message.Message):
         models: _abc.Iterable[Global___WorkerModel] | None = ...,
         max_sequences: _builtins.int = ...,
         region: _builtins.str = ...,
+        max_waiting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "incarnation", b"incarnation", "max_sequences", b"max_sequences", "models", b"models", "node_id", b"node_id", "region", b"region", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "incarnation", b"incarnation", "max_sequences", b"max_sequences", "max_waiting", b"max_waiting", "models", b"models", "node_id", b"node_id", "region", b"region", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -442,6 +446,8 @@ class Heartbeat(_message.Message):
     POWER_WATTS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     HEALTHY_FIELD_NUMBER: _builtins.int
+    CLASS_USAGE_FIELD_NUMBER: _builtins.int
+    LOADED_MODELS_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Counts up from 1 in one incarnation."""
     num_used_blocks: _builtins.int
@@ -474,6 +480,14 @@ class Heartbeat(_message.Message):
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseProgress]:
         """Every lease that it works on, with its progress. A lease not listed is not there."""
 
+    @_builtins.property
+    def class_usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassUsage]:
+        """What each class holds, of the leases above. Classes that hold nothing are left out."""
+
+    @_builtins.property
+    def loaded_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"name@level" of every model that is ready to run."""
+
     def __init__(
         self,
         *,
@@ -492,10 +506,12 @@ class Heartbeat(_message.Message):
         power_watts: _builtins.float | None = ...,
         draining: _builtins.bool = ...,
         healthy: _builtins.bool = ...,
+        class_usage: _abc.Iterable[Global___ClassUsage] | None = ...,
+        loaded_models: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "power_watts", b"power_watts", "temperature_celsius", b"temperature_celsius"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "draining", b"draining", "healthy", b"healthy", "leases", b"leases", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "num_cached_blocks", b"num_cached_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "power_watts", b"power_watts", "sequence_number", b"sequence_number", "step_seconds", b"step_seconds", "temperature_celsius", b"temperature_celsius", "tokens_per_second", b"tokens_per_second", "utilization", b"utilization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "class_usage", b"class_usage", "draining", b"draining", "healthy", b"healthy", "leases", b"leases", "loaded_models", b"loaded_models", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "num_cached_blocks", b"num_cached_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "power_watts", b"power_watts", "sequence_number", b"sequence_number", "step_seconds", b"step_seconds", "temperature_celsius", b"temperature_celsius", "tokens_per_second", b"tokens_per_second", "utilization", b"utilization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__power_watts: _TypeAlias = _typing.Literal["power_watts"]  # noqa: Y015
     _WhichOneofArgType__power_watts: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts"]  # noqa: Y015
@@ -507,6 +523,36 @@ class Heartbeat(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_celsius) -> _WhichOneofReturnType__temperature_celsius | None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class ClassUsage(_message.Message):
+    """Slots and blocks of one class."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LATENCY_CLASS_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    latency_class: _types_pb2.LatencyClass.ValueType
+    """The class."""
+    num_slots: _builtins.int
+    """Sequences that haven't ended, running or waiting."""
+    num_blocks: _builtins.int
+    """Cache blocks held; one that sequences share counts for each request that holds it."""
+    def __init__(
+        self,
+        *,
+        latency_class: _types_pb2.LatencyClass.ValueType = ...,
+        num_slots: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["latency_class", b"latency_class", "num_blocks", b"num_blocks", "num_slots", b"num_slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassUsage: _TypeAlias = ClassUsage  # noqa: Y015
 
 @_typing.final
 class LeaseProgress(_message.Message):

@@ -9,11 +9,11 @@ from services.scheduler.registry import FORGET_SECONDS, Registry
 
 def _register(worker_id: str = "w1", *, loaded: bool = True, version: str = "v1") -> scheduler_pb2.Register:
     model = scheduler_pb2.WorkerModel(model="tiny@fp32", version=version, block_size=16, num_blocks=64, max_model_len=1024, loaded=loaded)
-    return scheduler_pb2.Register(worker_id=worker_id, incarnation="i1", address="host:1", max_sequences=4, models=[model])
+    return scheduler_pb2.Register(worker_id=worker_id, incarnation="i1", address="host:1", max_sequences=4, max_waiting=2, models=[model])
 
 
 def _registry() -> Registry:
-    return Registry(liveness_seconds=3.0, max_waiting=2)
+    return Registry(liveness_seconds=3.0)
 
 
 def _ticket(version: str = "v1") -> Ticket:

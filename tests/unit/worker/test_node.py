@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from forebay.v1 import scheduler_pb2, scheduler_pb2_grpc
+from forebay.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from services.common import rpc
 from services.worker.node import Beat, Node
 from tests.worker_harness import continuation, hear, serving, until
@@ -70,7 +70,7 @@ async def test_a_worker_introduces_itself_to_every_scheduler() -> None:
             [register] = scheduler.registers
             assert (register.worker_id, register.incarnation) == ("w1", worker.worker.incarnation)
             assert register.address == worker.worker.address
-            assert register.max_sequences == 8
+            assert (register.max_sequences, register.max_waiting) == (8, 2)
             [model] = register.models
             assert (model.model, model.version, model.block_size, model.num_blocks, model.loaded) == (
                 "toy@fp32",
@@ -99,6 +99,9 @@ async def test_heartbeats_list_every_lease_with_its_progress() -> None:
         assert (lease.request_id, lease.epoch, lease.num_blocks) == ("r1", 4, 2)
         assert scheduler.heartbeats[-1].num_running == 1
         assert scheduler.heartbeats[-1].num_used_blocks == 2
+        [usage] = scheduler.heartbeats[-1].class_usage
+        assert (usage.latency_class, usage.num_slots, usage.num_blocks) == (types_pb2.LATENCY_CLASS_STANDARD, 1, 2)
+        assert list(scheduler.heartbeats[-1].loaded_models) == ["toy@fp32"]
         worker.runner.release()
         await hear(call)
         await until(lambda: not scheduler.heartbeats[-1].leases)
