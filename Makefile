@@ -44,7 +44,7 @@ up: setup ## Keep a mesh running until Ctrl-C (ARGS='--workers 2', say)
 test: setup ## Every test that needs only Python and make
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
-fuzz: setup ## 10,000 fuzzed requests at the gateway, a few minutes
+fuzz: setup ## 10,000 fuzzed requests at the gateway, a minute or two
 	@FOREBAY_FUZZ_CASES=10000 $(BIN)/python -m pytest --timeout 900 tests/unit/gateway/test_fuzz.py $(ARGS)
 
 test-debian: setup ## The tests on Debian's redis-server, which must be installed
