@@ -24,7 +24,7 @@ REALTIME, STANDARD, BATCH = types_pb2.LATENCY_CLASS_REALTIME, types_pb2.LATENCY_
 DEADLINE_SECONDS: Mapping[LatencyClass, float] = {REALTIME: 120.0, STANDARD: 600.0, BATCH: 86_400.0}
 """Of a request that names none."""
 _MAX_DEADLINE_SECONDS = 7 * 86_400.0
-_CLASSES: Mapping[str, LatencyClass] = {
+CLASSES: Mapping[str, LatencyClass] = {
     "realtime": REALTIME,
     "standard": STANDARD,
     "batch": BATCH,
@@ -34,6 +34,7 @@ _CLASSES: Mapping[str, LatencyClass] = {
     "default": STANDARD,
     "flex": BATCH,
 }
+"""What clients call them."""
 _SEED_BITS = 63
 _ASIDE_CHARS = 16 << 10  # longer texts are tokenised in a thread: the event loop has streams to serve
 _NOTHING: Mapping[str, str] = {}
@@ -126,9 +127,9 @@ def latency_class(value: object, name: str = "class") -> LatencyClass:
     """A class from its words: realtime, standard, batch, or OpenAI's service tiers; null and "" are unspecified."""
     if value is None or value == "":
         return types_pb2.LATENCY_CLASS_UNSPECIFIED
-    if not isinstance(value, str) or value not in _CLASSES:
-        raise invalid(name, f"{name} is {shown(value)}: it must be one of {', '.join(_CLASSES)}")
-    return _CLASSES[value]
+    if not isinstance(value, str) or value not in CLASSES:
+        raise invalid(name, f"{name} is {shown(value)}: it must be one of {', '.join(CLASSES)}")
+    return CLASSES[value]
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ def whole(low: int, high: int) -> Callable[[Field, Limits], int]:
 def number(low: float, high: float, *, above: bool = False) -> Callable[[Field, Limits], float]:
     """A number from `low` to `high`; `above`: `low` itself is refused. The answer is what float32 makes of it."""
     bounds = f"must be above {low:g} and at most {high:g}" if above else f"must be from {low:g} to {high:g}"
+    low, high = _float32(low), _float32(high)  # so that a bound itself passes, however it came
 
     def check(entry: Field, _: Limits) -> float:
         value = entry.value
@@ -123,12 +124,17 @@ def number(low: float, high: float, *, above: bool = False) -> Callable[[Field, 
             raise entry.refuse(bounds)
         if value == 0 and math.copysign(1, value) < 0:
             raise entry.refuse("must be 0 without a sign, or another number")
-        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+        rounded = _float32(value)
         if above and rounded <= low:
             raise entry.refuse(f"is too close to {low:g}")
         return rounded
 
     return check
+
+
+def _float32(value: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
 
 
 def flag(entry: Field, _: Limits) -> bool:

@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from services.gateway.prompts import MAX_PROMPTS, ROLES
+from services.gateway.request import CLASSES
 from services.gateway.validator import (
     MAX_CHOICES,
     MAX_LABEL_CHARS,
@@ -57,7 +58,7 @@ _COMMON: dict[str, Schema] = {
     "stream": _FLAG,
     "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
     "user": {"type": ["string", "null"], "maxLength": MAX_LABEL_CHARS},
-    "service_tier": {"enum": ["auto", "default", "priority", "flex", None], "description": "priority: realtime; flex: batch."},
+    "service_tier": {"enum": [*CLASSES, None], "description": "priority: realtime; auto and default: standard; flex: batch."},
     "strict": {**_FLAG, "description": "Refuse unknown fields instead of naming them in x-forebay-ignored."},
 }
 _MESSAGES: Schema = {
@@ -121,9 +122,11 @@ def _header(name: str, schema: Schema) -> Schema:
 
 
 _ID = _header("x-request-id", {"type": "string", "maxLength": MAX_LABEL_CHARS})
+_STRICT = _header("x-forebay-strict", {"enum": ["1", "true"], "description": "As the field strict."})
 _HEADERS = [
     _ID,
-    _header("x-forebay-class", {"enum": ["realtime", "standard", "batch"]}),
+    _STRICT,
+    _header("x-forebay-class", {"enum": list(CLASSES)}),
     _header("x-forebay-deadline", {"type": "number", "exclusiveMinimum": 0, "maximum": 86400}),
 ]
 
@@ -172,7 +175,7 @@ TOKENIZE = _post(
     "Count and return tokens",
     {"model": _COMMON["model"], "prompt": {"type": "string"}, "messages": _MESSAGES, "strict": _FLAG},
     [],
-    [_ID],
+    [_ID, _STRICT],
     streams=False,
 )
 MODELS = _get("List models", 401)

@@ -228,6 +228,28 @@ async def test_the_openapi_document_names_every_route() -> None:
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["required"] == ["prompt"]
     assert "temperature" in body["properties"]
+    headers = {parameter["name"] for parameter in document["paths"]["/v1/completions"]["post"]["parameters"]}
+    assert headers == {"x-request-id", "x-forebay-strict", "x-forebay-class", "x-forebay-deadline"}
+
+
+async def test_the_openapi_document_has_the_bounds_that_are_kept() -> None:
+    async with stack(play(letters("x"))) as mesh:
+        document = (await mesh.http.get("/openapi.json")).json()
+        schemas = document["paths"][URL]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        checked = 0
+        for name, schema in schemas.items():
+            least, most = schema.get("minimum"), schema.get("maximum")
+            step = 1 if "integer" in schema.get("type", ()) else 1e-7
+            cases = [] if least is None else [(least, True), (least - step, False)]
+            cases += [] if most is None else [(most, True), (most * 1.01 + step, False)]
+            cases += [(word, True) for word in schema.get("enum", ())] + ([("other", False)] if "enum" in schema else [])
+            for value, good in cases:
+                best_of = {"best_of": value} if name == "n" else {"n": value} if name == "best_of" and good else {}
+                echo = {"echo": True} if name == "max_tokens" else {}
+                answer = await mesh.http.post(URL, json={"prompt": "a", name: value, **best_of, **echo})
+                assert answer.status_code == (200 if good else 400), (name, value, answer.text)
+                checked += 1
+    assert checked > 25
 
 
 async def test_f15_a_reader_that_stops_is_given_up_alone() -> None:

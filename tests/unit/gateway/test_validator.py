@@ -58,6 +58,7 @@ REFUSED: dict[str, list[Any]] = {
 }  # fmt: skip
 
 FLOAT_TENTH = 0.10000000149011612  # as float32 has it
+FLOAT_MILLIONTH = 9.999999974752427e-07
 ACCEPTED: list[tuple[str, Any, Any]] = [
     ("max_tokens", 1, 1), ("max_tokens", CAP, CAP), ("max_tokens", None, CAP),
     ("min_tokens", 0, 0), ("min_tokens", CAP, CAP), ("min_tokens", None, 0),
@@ -71,6 +72,7 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("presence_penalty", 2, 2.0), ("presence_penalty", -2, -2.0), ("presence_penalty", 0, 0.0), ("presence_penalty", None, 0.0),
     ("frequency_penalty", 2, 2.0), ("frequency_penalty", -2.0, -2.0), ("frequency_penalty", None, 0.0),
     ("repetition_penalty", 1, 1.0), ("repetition_penalty", 100, 100.0), ("repetition_penalty", 0.1, FLOAT_TENTH),
+    ("repetition_penalty", 1e-6, FLOAT_MILLIONTH), ("repetition_penalty", FLOAT_MILLIONTH, FLOAT_MILLIONTH),
     ("repetition_penalty", None, 1.0),
     ("logit_bias", {}, {}), ("logit_bias", {str(VOCAB - 1): 5}, {VOCAB - 1: 5.0}), ("logit_bias", {0: -100, 1: 100}, {0: -100.0, 1: 100.0}),
     ("logit_bias", {"0": 0.1}, {0: FLOAT_TENTH}), ("logit_bias", None, {}),
