@@ -59,7 +59,7 @@ class Lease:
         """New tokens of one choice. A choice that the engine could not go on with fails the request."""
         self._account(output)
         if output.finish_reason is FinishReason.ERROR:
-            self.fail(StatusError(Code.INTERNAL, f"the engine failed on this request: {output.error}", reason="SEQUENCE_FAILED"))
+            self.fail(_failure(output))
             return
         if output.finish_reason is not None:
             self.num_sequences -= 1
@@ -250,3 +250,9 @@ class Leases:
         self._ended[request_id] = max(epoch, self._ended.pop(request_id, 0))
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
+
+
+def _failure(output: TokenOutput) -> StatusError:
+    if output.unsatisfiable:
+        return StatusError(Code.INVALID_ARGUMENT, output.error or "", reason="UNSATISFIABLE")
+    return StatusError(Code.INTERNAL, f"the engine failed on this request: {output.error}", reason="SEQUENCE_FAILED")

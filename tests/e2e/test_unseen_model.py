@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from openai import BadRequestError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -17,6 +18,7 @@ _TEMPLATE = (
 )
 _MESSAGES = [{"role": "user", "content": "Wie heißt die Hauptstadt? 🗼"}]
 _NUM_TOKENS = 24
+_VOCAB = 290
 
 
 def _make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -25,10 +27,11 @@ def _make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=_VOCAB, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     backend.train_from_iterator(["the capital of a country", "die Hauptstadt eines Landes"] * 20, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=specials)
+    assert len(tokenizer) == _VOCAB
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(folder)
     return tokenizer
@@ -83,3 +86,15 @@ def test_it_is_listed_with_its_context_length(qwen3: tuple[meshes.Mesh, str]) ->
     listed = mesh.openai().models.list().data
     assert ["strange" in (model.id, *model.model_dump()["aliases"]) for model in listed] == [True]
     assert listed[0].model_dump()["max_model_len"] == 512
+
+
+def test_a_request_that_bans_every_token_is_the_clients_mistake(qwen3: tuple[meshes.Mesh, str]) -> None:
+    mesh, _ = qwen3
+    with pytest.raises(BadRequestError, match="every token is banned"):
+        mesh.openai().completions.create(model="strange", prompt="x", logit_bias={str(token): -100 for token in range(_VOCAB)})
+
+
+def test_the_least_repetition_penalty_is_accepted(qwen3: tuple[meshes.Mesh, str]) -> None:
+    mesh, _ = qwen3
+    answer = mesh.openai().completions.create(model="strange", prompt="x", max_tokens=2, extra_body={"repetition_penalty": 1e-6})
+    assert answer.choices[0].finish_reason == "length"

@@ -11,6 +11,7 @@ from services.gateway.http.errors import HttpError
 
 MAX_BODY_BYTES = 8 << 20
 MAX_DEPTH = 64
+BODY_SECONDS = 30.0
 _PARSE_ASIDE_BYTES = 256 << 10  # larger bodies are parsed in a thread: the event loop has streams to serve
 
 
@@ -56,11 +57,15 @@ async def _read(request: Request) -> bytes:
         raise _too_large()
     pieces, size = [], 0
     try:
-        async for piece in request.stream():
-            size += len(piece)
-            if size > MAX_BODY_BYTES:
-                raise _too_large()
-            pieces.append(piece)
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > MAX_BODY_BYTES:
+                    raise _too_large()
+                pieces.append(piece)
+    except TimeoutError:
+        words = f"the body had not come whole after {BODY_SECONDS:g} s: send it faster"
+        raise HttpError(408, words, "BODY_TOO_SLOW") from None
     except ClientDisconnect:
         raise StatusError(Code.CANCELLED, "the connection closed before the whole body had come") from None
     return b"".join(pieces)

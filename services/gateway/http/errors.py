@@ -34,7 +34,7 @@ _TYPE = {
 
 
 class HttpError(StatusError):
-    """What has a place in HTTP alone: 405, 413, 415."""
+    """What has a place in HTTP alone: 405, 408, 413, 415."""
 
     def __init__(self, status: int, message: str, reason: str) -> None:
         super().__init__(Code.INVALID_ARGUMENT, message, reason=reason)
@@ -60,6 +60,8 @@ def response(error: StatusError, headers: dict[str, str] | None = None) -> Respo
     status = status_of(error)
     if status in (429, 503):
         out["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds or 1)))
+    if status == 408:
+        out["connection"] = "close"  # the rest of the body may come yet
     if status == 504:
         out["x-should-retry"] = "false"  # the same deadline would pass again
     if status == 401:

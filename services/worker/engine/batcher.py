@@ -137,7 +137,7 @@ class Batcher:
             sequence.finish_reason = FinishReason.ERROR
             self._finish(sequence)
             output = self._output(sequence)
-            output.error = error.message
+            output.error, output.unsatisfiable = error.message, error.unsatisfiable
             self._news.append(output)
         self._forget_if_ended(group)
 

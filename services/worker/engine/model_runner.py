@@ -84,7 +84,8 @@ def _score(span: Span, logits: Tensor, result: SpanResult) -> None:
 
 def _take(span: Span, outcome: Sample, result: SpanResult) -> None:
     if outcome.error is not None:
-        result.error = SequenceError(span.sequence.request_id, span.sequence.choice_index, outcome.error)
+        sequence = span.sequence
+        result.error = SequenceError(sequence.request_id, sequence.choice_index, outcome.error, unsatisfiable=outcome.unsatisfiable)
         return
     result.token_ids.append(outcome.token_id)
     if outcome.logprobs is not None:

@@ -26,14 +26,19 @@ class InvalidRequest(ValueError):
     """A field of the request is out of range; the message names it, its value and the limit."""
 
 
+_LEAST_REPETITION_PENALTY = 1e-7  # below, logits overflow; a little under the public limit, which fp32 may round down
+
+
 class SequenceError(Exception):
     """One choice can't go on (NaN logits, every token banned). Its request fails; the step goes on for the others."""
 
-    def __init__(self, request_id: str, choice_index: int, message: str) -> None:
+    def __init__(self, request_id: str, choice_index: int, message: str, *, unsatisfiable: bool = False) -> None:
+        """`unsatisfiable`: the request's own parameters leave nothing to sample; else the model or the engine is to blame."""
         super().__init__(f"request {request_id}, choice {choice_index}: {message}")
         self.request_id = request_id
         self.choice_index = choice_index
         self.message = message
+        self.unsatisfiable = unsatisfiable
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,7 @@ class TokenOutput:
     num_preemptions: int = 0  # of this choice so far
     start_time: float | None = None  # when the request was admitted, by step's clock; None while it never ran
     error: str | None = None  # set with FinishReason.ERROR
+    unsatisfiable: bool = False  # the error is the request's own fault: see SequenceError
 
 
 def check(request: EngineRequest, vocab_size: int) -> None:
@@ -134,7 +140,7 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     _check_range("min_p", sampling.min_p, 0, 1)
     _check_range("presence_penalty", sampling.presence_penalty, -math.inf, math.inf)
     _check_range("frequency_penalty", sampling.frequency_penalty, -math.inf, math.inf)
-    _check_range("repetition_penalty", sampling.repetition_penalty, 1e-6, math.inf)
+    _check_range("repetition_penalty", sampling.repetition_penalty, _LEAST_REPETITION_PENALTY, math.inf)
     _check_range("min_tokens", sampling.min_tokens, 0, math.inf)
     for name in ("max_tokens", "logprobs", "prompt_logprobs"):
         if (value := getattr(sampling, name)) is not None:

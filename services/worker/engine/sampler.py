@@ -47,6 +47,7 @@ class Sample:
     token_id: int
     logprobs: PositionLogprobs | None = None
     error: str | None = None
+    unsatisfiable: bool = False  # the row's own bans leave nothing
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
@@ -63,7 +64,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
         counts = [rows[index].sampling.logprobs or 0 for index in wanting]
         logprobs = dict(zip(wanting, _describe(raw, [tokens[index] for index in wanting], counts), strict=True))
     return [
-        Sample(token, logprobs.get(index)) if peak > float("-inf") and peak < float("inf") else Sample(-1, error=_complaint(peak))
+        Sample(token, logprobs.get(index)) if peak > float("-inf") and peak < float("inf") else _failed(peak)
         for index, (token, peak) in enumerate(zip(tokens, peaks.tolist(), strict=True))
     ]
 
@@ -254,7 +255,7 @@ def _describe(logprobs: Tensor, token_ids: Sequence[int], counts: Sequence[int])
     ]
 
 
-def _complaint(peak: float) -> str:
+def _failed(peak: float) -> Sample:
     if peak == float("-inf"):
-        return "every token is banned: relax logit_bias, min_tokens or stop_token_ids"
-    return f"the model's logits are {peak}"
+        return Sample(-1, error="every token is banned: relax logit_bias, min_tokens or stop_token_ids", unsatisfiable=True)
+    return Sample(-1, error=f"the model's logits are {peak}")

@@ -8,8 +8,9 @@ import pytest
 
 from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError, unavailable
+from services.gateway.http import body
 from tests.fakes import LENGTH, STOP, WorkerCall, play
-from tests.unit.gateway.build import EOS, events_of, letters, stack
+from tests.unit.gateway.build import EOS, events_of, letters, make_token, stack
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -312,3 +313,25 @@ async def test_many_streams_end_and_leave_nothing() -> None:
         assert mesh.workers[0].num_open == 0
         assert mesh.metric("forebay_requests_in_flight", face="http") == 0
         assert mesh.metric("forebay_requests_total", face="http", model="tiny", latency_class="standard", status="OK") == 64
+
+
+async def test_an_upload_that_never_ends_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.05)
+    async with stack(play(letters("x"))) as mesh:
+        reader, writer = await asyncio.open_connection(*mesh.http_address.split(":"))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: {make_token()}\r\ncontent-length: 100\r\n\r\n{{"
+        writer.write(head.encode())
+        answer = await asyncio.wait_for(reader.read(), 10)  # to the end: the server closes
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"body_too_slow" in answer
+
+
+async def test_a_request_that_leaves_no_token_is_the_client_s_mistake() -> None:
+    async def refuses(call: WorkerCall) -> None:
+        await call.accept()
+        await call.fail(Code.INVALID_ARGUMENT, "every token is banned")
+
+    async with stack(refuses) as mesh:
+        answer = await mesh.http.post("/v1/chat/completions", json=CHAT)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "every token is banned")

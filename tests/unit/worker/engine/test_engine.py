@@ -200,6 +200,7 @@ def test_b30_all_banned_fails_alone(make_pair: Callable[[str], Pair]) -> None:
     got = run(engine_on(decoder), [EngineRequest("bad", [1], greedy(3, logit_bias=bans)), EngineRequest("good", [1], greedy(3))])
     assert got["bad", 0].finish_reason is FinishReason.ERROR
     assert "every token is banned" in (got["bad", 0].error or "")
+    assert got["bad", 0].unsatisfiable
     assert len(got["good", 0].token_ids) == 3
 
 
