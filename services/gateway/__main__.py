@@ -13,7 +13,7 @@ from services.common.process import HttpServer, InternalHttp, announce
 from services.common.settings import SettingsError, read
 from services.gateway.auth import Authenticator
 from services.gateway.fleet import FleetWatch
-from services.gateway.gateway import Gateway
+from services.gateway.gateway import Gateway, OpenCalls
 from services.gateway.http.app import create_app
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
@@ -60,6 +60,7 @@ def build(settings: GatewaySettings, registry: CollectorRegistry) -> Gateway:
         mesh=mesh,
         fleet=FleetWatch(mesh, catalogue),
         metrics=GatewayMetrics(registry),
+        calls=OpenCalls(settings.max_open_calls),
         max_tokens_cap=settings.max_tokens_cap,
     )
 

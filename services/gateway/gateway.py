@@ -1,12 +1,34 @@
 """What both faces work with, put together once: who may call, which models there are, and the mesh behind them."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+from services.common.errors import unavailable
 from services.gateway.auth import Authenticator
 from services.gateway.fleet import FleetWatch
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Catalogue
+
+
+class OpenCalls:
+    """Bounds the calls that both faces have open, waiting ones included: a flood is refused before its bodies are held."""
+
+    def __init__(self, most: int = 2048) -> None:
+        self._most = most
+        self._num_open = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """A call's time. Raises UNAVAILABLE where there are too many."""
+        if self._num_open >= self._most:
+            raise unavailable(f"this gateway has {self._most} calls open, the most that it takes: try again", reason="TOO_MANY_CALLS")
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
 
 
 @dataclass
@@ -18,6 +40,7 @@ class Gateway:
     mesh: Mesh
     fleet: FleetWatch
     metrics: GatewayMetrics
+    calls: OpenCalls = field(default_factory=OpenCalls)
     max_tokens_cap: int = 32_768
     slow_reader_seconds: float = 30.0
     """A client that takes nothing for so long is given up; until then only its own stream waits (F15)."""

@@ -1,66 +1,94 @@
-"""What holds for every call of the gRPC face: StatusErrors become statuses with details, and no client's mistake is INTERNAL."""
+"""What holds for every call of the gRPC face: a caller is known and a place is taken before the message is read, let alone parsed.
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any
+StatusErrors become statuses with details, and no client's mistake is INTERNAL.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from services.common import log
 from services.common.errors import Code, StatusError, abort
+from services.gateway.auth import Caller
+from services.gateway.gateway import Gateway
 
 _log = log.get(__name__)
 
-
-@dataclass(frozen=True)
-class _Malformed:
-    """Stands for a request whose bytes are no message of its type."""
-
-    why: str
+MESSAGE_SECONDS = 30.0
+_caller: ContextVar[Caller] = ContextVar("caller")
 
 
-class Statuses(grpc.aio.ServerInterceptor):
+def caller() -> Caller:
+    """Whose call this is."""
+    return _caller.get()
+
+
+class Edge(grpc.aio.ServerInterceptor):
     """Wraps the gateway's own methods; health and reflection keep theirs."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        """The method's handler with a tolerant deserializer and a typed end."""
+        """The method's handler, as one that takes a stream: such a one is called before the message is read."""
         handler = await continuation(details)
-        if handler is None or not details.method.startswith("/forebay."):
+        method = (handler.unary_stream or handler.unary_unary) if handler is not None else None
+        if method is None or not details.method.startswith("/forebay."):
             return handler
-        method = handler.unary_stream or handler.unary_unary
-        if method is None:
-            return handler
-        kind = "unary_stream" if handler.response_streaming else "unary_unary"
-        return handler._replace(request_deserializer=_tolerant(handler.request_deserializer), **{kind: _typed(method, details.method)})
+        call = self._wrapped(method, handler.request_deserializer, details.method)
+        kind = "stream_stream" if handler.response_streaming else "stream_unary"
+        return handler._replace(request_streaming=True, request_deserializer=None, unary_stream=None, unary_unary=None, **{kind: call})
+
+    def _wrapped(
+        self, method: Callable[[Any, Any], Awaitable[Any]], parse: Callable[[bytes], Any], name: str
+    ) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
+        async def call(messages: AsyncIterator[bytes], context: Any) -> Any:
+            try:
+                _caller.set(await self._authenticate(context))
+                with self._gateway.calls.one():
+                    return await method(await _only(messages, parse), context)
+            except StatusError as error:
+                await _end(context, error)
+            except (grpc.aio.AbortError, grpc.aio.UsageError):
+                raise
+            except Exception:  # our bug: the client gets a typed end, the log gets the trace
+                _log.exception("call_failed", method=name)
+                words = "the gateway failed on this call: try again, and report it if it fails again"
+                await _end(context, StatusError(Code.INTERNAL, words))
+
+        return call
+
+    async def _authenticate(self, context: Any) -> Caller:
+        """The caller; two tokens are as bad as none."""
+        given = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+        if len(given) > 1:
+            raise StatusError(Code.UNAUTHENTICATED, f"authorization is given {len(given)} times: send one", reason="AMBIGUOUS_TOKEN")
+        return await self._gateway.authenticator.authenticate(given[0] if given else None)
 
 
-def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def parse(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except DecodeError as error:
-            return _Malformed(str(error))
+async def _only(messages: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> Any:
+    """The call's one message."""
+    try:
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            return parse(await anext(messages))
+    except TimeoutError:
+        words = f"the request had not come whole after {MESSAGE_SECONDS:g} s: send it faster"
+        raise StatusError(Code.DEADLINE_EXCEEDED, words, reason="MESSAGE_TOO_SLOW") from None
+    except StopAsyncIteration:
+        raise StatusError(Code.INVALID_ARGUMENT, "the call has no message", reason="MALFORMED_MESSAGE") from None
+    except DecodeError as error:
+        words = f"the request is not a message of this method: {error}"
+        raise StatusError(Code.INVALID_ARGUMENT, words, reason="MALFORMED_MESSAGE") from None
 
-    return parse
 
-
-def _typed(method: Callable[[Any, Any], Awaitable[Any]], name: str) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def call(request: Any, context: Any) -> Any:
-        try:
-            if isinstance(request, _Malformed):
-                raise StatusError(
-                    Code.INVALID_ARGUMENT, f"the request is not a message of this method: {request.why}", reason="MALFORMED_MESSAGE"
-                )
-            return await method(request, context)
-        except StatusError as error:
-            await abort(context, error)
-        except (grpc.aio.AbortError, grpc.aio.UsageError):
-            raise
-        except Exception:  # our bug: the client gets a typed end, the log gets the trace
-            _log.exception("call_failed", method=name)
-            await abort(context, StatusError(Code.INTERNAL, "the gateway failed on this call: try again, and report it if it fails again"))
-
-    return call
+async def _end(context: Any, error: StatusError) -> NoReturn:
+    try:
+        await abort(context, error)
+    except grpc.aio.InternalError:  # the call has ended already: cancelled, or its deadline passed
+        raise asyncio.CancelledError from None

@@ -10,10 +10,9 @@ import grpc
 from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from services.common import rpc
 from services.common.errors import Code, StatusError, invalid
-from services.gateway.auth import Caller
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Event, Generations
-from services.gateway.interceptor import Statuses
+from services.gateway.interceptor import Edge, caller
 from services.gateway.models import ServedModel
 from services.gateway.request import Envelope, admit_chat, admit_completion, count_tokens
 
@@ -28,7 +27,7 @@ Response = TypeVar("Response", inference_pb2.GenerateResponse, inference_pb2.Cha
 
 def make_server(gateway: Gateway) -> tuple[grpc.aio.Server, Any]:
     """The server with its services, not yet bound, and its health servicer."""
-    server = rpc.server([Statuses()])
+    server = rpc.server([Edge(gateway)])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(gateway), server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(gateway), server)
     return server, rpc.add_standard_services(server, SERVICE_NAMES)
@@ -48,9 +47,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # it writes
         """See inference.proto."""
-        caller = await authenticate(self._gateway, context)
         model = self._gateway.catalogue.resolve(request.model)
-        envelope = self._envelope(request, context, caller, model, echo=request.echo)
+        envelope = self._envelope(request, context, model, echo=request.echo)
         if request.WhichOneof("prompt") is None:
             raise invalid("prompt", "the request has no prompt: set text or tokens")
         prompt: object = request.text if request.HasField("text") else list(request.tokens.ids)
@@ -59,15 +57,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]  # it writes
         """See inference.proto."""
-        caller = await authenticate(self._gateway, context)
         model = self._gateway.catalogue.resolve(request.model)
-        envelope = self._envelope(request, context, caller, model)
+        envelope = self._envelope(request, context, model)
         generation = await admit_chat(envelope, _messages(request.messages), sampling_fields(request.sampling))
         await self._stream(self._generations.run(generation), context, inference_pb2.ChatResponse)
 
-    async def CountTokens(self, request: inference_pb2.CountTokensRequest, context: Context) -> inference_pb2.CountTokensResponse:
+    async def CountTokens(self, request: inference_pb2.CountTokensRequest, _: Context) -> inference_pb2.CountTokensResponse:
         """See inference.proto."""
-        await authenticate(self._gateway, context)
         model = self._gateway.catalogue.resolve(request.model)
         match request.WhichOneof("input"):
             case "text":
@@ -78,21 +74,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 raise invalid("input", "there is nothing to count: set text or conversation")
         return inference_pb2.CountTokensResponse(num_tokens=len(ids), token_ids=ids, max_model_len=model.max_model_len)
 
-    async def ListModels(self, _: inference_pb2.ListModelsRequest, context: Context) -> inference_pb2.ListModelsResponse:
+    async def ListModels(self, _: inference_pb2.ListModelsRequest, __: Context) -> inference_pb2.ListModelsResponse:
         """See inference.proto."""
-        await authenticate(self._gateway, context)
         return inference_pb2.ListModelsResponse(models=[_model(model) for model in self._gateway.catalogue.list()])
 
-    async def GetModel(self, request: inference_pb2.GetModelRequest, context: Context) -> inference_pb2.GetModelResponse:
+    async def GetModel(self, request: inference_pb2.GetModelRequest, _: Context) -> inference_pb2.GetModelResponse:
         """See inference.proto."""
-        await authenticate(self._gateway, context)
         return inference_pb2.GetModelResponse(model=_model(self._gateway.catalogue.resolve(request.name)))
 
     def _envelope(
         self,
         request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
         context: Context,
-        caller: Caller,
         model: ServedModel,
         *,
         echo: bool = False,
@@ -100,7 +93,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if request.latency_class not in types_pb2.LatencyClass.values():
             raise invalid("latency_class", f"latency_class is {request.latency_class}: use REALTIME (1), STANDARD (2) or BATCH (3)")
         return Envelope(
-            caller=caller,
+            caller=caller(),
             model=model,
             latency_class=request.latency_class,
             deadline_seconds=_deadline(context),
@@ -127,18 +120,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    async def GetFleet(self, _: admin_pb2.GetFleetRequest, context: Context) -> admin_pb2.GetFleetResponse:
+    async def GetFleet(self, _: admin_pb2.GetFleetRequest, __: Context) -> admin_pb2.GetFleetResponse:
         """See admin.proto."""
-        (await authenticate(self._gateway, context)).require("operator")
+        caller().require("operator")
         return await self._gateway.mesh.fleet()
-
-
-async def authenticate(gateway: Gateway, context: Context) -> Caller:
-    """The caller; two tokens are as bad as none."""
-    given = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
-    if len(given) > 1:
-        raise StatusError(Code.UNAUTHENTICATED, f"authorization is given {len(given)} times: send one", reason="AMBIGUOUS_TOKEN")
-    return await gateway.authenticator.authenticate(given[0] if given else None)  # type: ignore[arg-type]  # text, without -bin
 
 
 def sampling_fields(sampling: types_pb2.SamplingParams) -> Mapping[str, object]:

@@ -17,6 +17,7 @@ class GatewaySettings(ServiceSettings):
     jwt_issuer: str = Field("", description="the `iss` that tokens must carry; empty: any")
     jwt_audience: str = Field("", description="the `aud` that tokens must carry; empty: any")
     max_tokens_cap: int = Field(32_768, ge=1, description="most tokens that one choice may ask for")
+    max_open_calls: int = Field(2048, ge=1, description="calls of both faces that may be open at once; more get UNAVAILABLE (503)")
     drain_seconds: float = Field(30.0, ge=0, description="open streams may go on for so long after SIGTERM")
 
     @property

@@ -14,7 +14,7 @@ from services.common.errors import Code, StatusError, invalid
 from services.gateway.auth import Caller
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Generations
-from services.gateway.http import chat, completions, errors, fields, ids, openapi, sse
+from services.gateway.http import chat, completions, edge, errors, fields, openapi, sse
 from services.gateway.http.answer import class_name, collected, merged
 from services.gateway.http.body import read_json
 from services.gateway.models import ServedModel
@@ -29,7 +29,6 @@ def create_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="Forebay", version="1", description="OpenAI-compatible face of the mesh.", docs_url=None, redoc_url=None)
     app.add_exception_handler(StatusError, _status_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _bug)
     face = Face(gateway)
     app.add_api_route("/v1/chat/completions", face.chat, methods=["POST"], **openapi.CHAT)
     app.add_api_route("/v1/completions", face.completions, methods=["POST"], **openapi.COMPLETIONS)
@@ -38,7 +37,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_api_route("/tokenize", face.tokenize, methods=["POST"], **openapi.TOKENIZE)
     app.add_api_route("/health", face.health, methods=["GET"], **openapi.HEALTH)
     app.add_api_route("/ready", face.ready, methods=["GET"], **openapi.READY)
-    app.add_middleware(ids.AnswerHeaders)
+    app.add_middleware(edge.Edge, calls=gateway.calls)
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     return app
 
@@ -123,7 +122,7 @@ class Face:
         body = await read_json(request)
         unknown = fields.check(body, known, request)
         if unknown:
-            ids.of(request)["x-forebay-ignored"] = fields.named(unknown)
+            edge.of(request)["x-forebay-ignored"] = fields.named(unknown)
         return body
 
     def _model(self, body: Mapping[str, Any]) -> ServedModel:
@@ -148,7 +147,7 @@ class Face:
         )
 
     def _announce(self, request: Request, generations: list[Generation]) -> None:
-        headers = ids.of(request)
+        headers = edge.of(request)
         headers["x-forebay-request-id"] = ",".join(generation.request_id for generation in generations)
         headers["x-forebay-class"] = class_name(generations[0])
 
@@ -211,8 +210,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
     }.get(error.status_code, str(error.detail))
     reason = {404: "UNKNOWN_PATH", 405: "METHOD_NOT_ALLOWED"}.get(error.status_code, "REFUSED")
     return errors.response(errors.HttpError(error.status_code, message, reason), dict(error.headers or {}))
-
-
-async def _bug(_: Request, __: Exception) -> Response:
-    """Ours: the server logs the trace, the client gets a typed end."""
-    return errors.response(StatusError(Code.INTERNAL, "the gateway failed on this request: try again, and report it if it fails again"))

@@ -25,7 +25,7 @@ from services.common import rpc
 from services.common.process import HttpServer
 from services.gateway.auth import Authenticator
 from services.gateway.fleet import FleetWatch
-from services.gateway.gateway import Gateway
+from services.gateway.gateway import Gateway, OpenCalls
 from services.gateway.http.app import create_app
 from services.gateway.mesh import Mesh, MeshLimits
 from services.gateway.metrics import GatewayMetrics
@@ -167,7 +167,12 @@ class Stack:
 
 @asynccontextmanager
 async def stack(
-    *scripts: Script, limits: MeshLimits = FAST, slow_reader_seconds: float = 30.0, max_tokens_cap: int = 32_768, **model: Any
+    *scripts: Script,
+    limits: MeshLimits = FAST,
+    slow_reader_seconds: float = 30.0,
+    max_tokens_cap: int = 32_768,
+    max_open_calls: int = 2048,
+    **model: Any,
 ) -> AsyncIterator[Stack]:
     """A gateway over one scheduler and a worker per script, with clients that carry a user's token."""
     workers = [
@@ -186,6 +191,7 @@ async def stack(
             mesh,
             FleetWatch(mesh, catalogue),
             GatewayMetrics(registry),
+            calls=OpenCalls(max_open_calls),
             max_tokens_cap=max_tokens_cap,
             slow_reader_seconds=slow_reader_seconds,
         )

@@ -1,0 +1,80 @@
+"""The outside of every call: its answer's headers, its place among the open calls, and an answer where all else failed.
+
+The client's x-request-id is echoed and is a label only; our own id stands beside it.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common import log
+from services.common.errors import Code, StatusError, invalid
+from services.gateway.gateway import OpenCalls
+from services.gateway.http import errors
+from services.gateway.validator import validate_label
+
+_log = log.get(__name__)
+
+
+class Edge:
+    """Middleware: every answer, errors included, carries x-request-id and what the handlers put into `of(request)`.
+
+    What asks for work (POST) counts as an open call until its answer has ended.
+    """
+
+    def __init__(self, app: ASGIApp, calls: OpenCalls) -> None:
+        self._app = app
+        self._calls = calls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[str, str] = {}
+        scope.setdefault("state", {})["answer_headers"] = headers
+        started = False
+
+        async def put(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message).update(headers)
+            await send(message)
+
+        try:
+            label = client_id(Headers(scope=scope))
+            if label:
+                headers["x-request-id"] = label
+            with self._calls.one() if scope["method"] == "POST" else nullcontext():
+                await self._app(scope, receive, put)
+        except Exception as error:  # a refusal of this place, or our bug: the client gets a typed end, the log gets the trace
+            if started:
+                raise  # the server logs it and closes the connection
+            await errors.response(_typed(error, scope))(scope, receive, put)
+
+
+def _typed(error: Exception, scope: Scope) -> StatusError:
+    if isinstance(error, StatusError):
+        return error
+    _log.exception("call_failed", path=scope["path"][:128])
+    return StatusError(Code.INTERNAL, "the gateway failed on this request: try again, and report it if it fails again")
+
+
+def of(request: Request) -> dict[str, Any]:
+    """Headers that the answer to this request will carry."""
+    headers: dict[str, Any] = request.state.answer_headers
+    return headers
+
+
+def client_id(headers: Headers) -> str:
+    """The client's own id, "" where there is none. Refuses more than one, and what no label may be."""
+    given = headers.getlist("x-request-id")
+    if len(given) > 1:
+        raise invalid("x-request-id", f"x-request-id is given {len(given)} times: send one")
+    label = validate_label(given[0] if given else None, name="x-request-id")
+    if not label.isascii():
+        raise invalid("x-request-id", "x-request-id has characters beyond ASCII: send printable ASCII")
+    return label
