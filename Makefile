@@ -14,7 +14,7 @@ PROTOS := $(wildcard protos/forebay/v1/*.proto)
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup demo up test fuzz test-debian lint format proto proto-check breaking bench-serving config-table compose-smoke clean
+.PHONY: help setup demo up test fuzz test-debian lint format proto proto-check breaking cancel-soak bench-serving config-table compose-smoke clean
 
 help: ## This list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -86,6 +86,9 @@ breaking: setup ## Fail if the wire contract breaks the last commit's
 
 config-table: setup ## Write the settings table in README.md from the settings classes
 	@$(BIN)/python tools/config_table.py README.md
+
+cancel-soak: setup ## 3,000 requests cancelled at random times
+	@FOREBAY_CANCELS=3000 $(BIN)/python -m pytest tests/e2e/test_cancellation.py -k at_any_time $(ARGS)
 
 bench-serving: setup ## Load on a running mesh (make up): requests/s, TTFT and ITL as JSON lines
 	@$(BIN)/python -m bench.serving $(ARGS)
