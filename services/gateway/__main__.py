@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -26,28 +27,37 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """A gateway's life: listen, serve, and on `stop` take nothing new, let open streams end, close."""
     registry = CollectorRegistry()
     gateway = build(settings, registry)
-    await gateway.fleet.look()
-    watch = asyncio.create_task(gateway.fleet.run(), name="watch the fleet")
-    grpc_server, health = make_server(gateway)
-    http_server = HttpServer(create_app(gateway), settings.http_address, drain_seconds=round(settings.drain_seconds))
-    internal = InternalHttp(settings.internal_address, registry, gateway.why_not_ready)
-    grpc_port = rpc.bind(grpc_server, settings.grpc_address)
-    http_port, internal_port = await http_server.start(), await internal.start()
-    await grpc_server.start()
-    announce(
-        "listening",
-        service="gateway",
-        grpc_address=with_port(settings.grpc_address, grpc_port),
-        http_address=with_port(settings.http_address, http_port),
-        internal_address=with_port(settings.internal_address, internal_port),
-    )
-    await process.until(stop, watch)
-    gateway.draining = True
-    await rpc.set_health(health, serving=False, service_names=SERVICE_NAMES)
-    await asyncio.gather(grpc_server.stop(settings.drain_seconds), http_server.stop())
-    watch.cancel()
-    await gateway.mesh.close()
-    await internal.stop()
+    # Whatever fails on the way, what is open by then is closed.
+    async with AsyncExitStack() as parts:
+        parts.push_async_callback(gateway.mesh.close)
+        await gateway.fleet.look()
+        watch = asyncio.create_task(gateway.fleet.run(), name="watch the fleet")
+        parts.push_async_callback(_cancel, watch)
+        internal = InternalHttp(settings.internal_address, registry, gateway.why_not_ready)
+        parts.push_async_callback(internal.stop)
+        grpc_server, health = make_server(gateway)
+        parts.push_async_callback(grpc_server.stop, None)
+        http_server = HttpServer(create_app(gateway), settings.http_address, drain_seconds=round(settings.drain_seconds))
+        parts.push_async_callback(http_server.stop)
+        grpc_port = rpc.bind(grpc_server, settings.grpc_address)
+        http_port, internal_port = await http_server.start(), await internal.start()
+        await grpc_server.start()
+        announce(
+            "listening",
+            service="gateway",
+            grpc_address=with_port(settings.grpc_address, grpc_port),
+            http_address=with_port(settings.http_address, http_port),
+            internal_address=with_port(settings.internal_address, internal_port),
+        )
+        await process.until(stop, watch)
+        gateway.draining = True
+        await rpc.set_health(health, serving=False, service_names=SERVICE_NAMES)
+        await asyncio.gather(grpc_server.stop(settings.drain_seconds), http_server.stop())
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
 
 
 def build(settings: GatewaySettings, registry: CollectorRegistry) -> Gateway:

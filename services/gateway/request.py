@@ -23,7 +23,7 @@ REALTIME, STANDARD, BATCH = types_pb2.LATENCY_CLASS_REALTIME, types_pb2.LATENCY_
 
 DEADLINE_SECONDS: Mapping[LatencyClass, float] = {REALTIME: 120.0, STANDARD: 600.0, BATCH: 86_400.0}
 """Of a request that names none."""
-_MAX_DEADLINE_SECONDS = 7 * 86_400.0
+_MAX_DEADLINE_SECONDS = 7 * 86_400.0  # as inference.proto says
 CLASSES: Mapping[str, LatencyClass] = {
     "realtime": REALTIME,
     "standard": STANDARD,
@@ -47,8 +47,6 @@ class Generation:
 
     request_id: str  # ours, 32 hex digits
     org: str
-    subject: str
-    roles: frozenset[str]
     latency_class: LatencyClass  # never unspecified
     model: ServedModel
     prompt_token_ids: list[int]
@@ -153,8 +151,6 @@ class _Head:
         return Generation(
             request_id=uuid.uuid4().hex,
             org=envelope.caller.org,
-            subject=envelope.caller.subject,
-            roles=envelope.caller.roles,
             latency_class=self.latency_class,
             model=envelope.model,
             prompt_token_ids=token_ids,

@@ -27,6 +27,7 @@ if _version_not_supported:
 
 class InferenceServiceStub:
     """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim.
+    The call's deadline is the request's, of more than 7 days 7 days; without one it is 120 s for realtime, 600 s for standard, a day for batch.
     """
 
     def __init__(self, channel):
@@ -64,6 +65,7 @@ class InferenceServiceStub:
 
 class InferenceServiceServicer:
     """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim.
+    The call's deadline is the request's, of more than 7 days 7 days; without one it is 120 s for realtime, 600 s for standard, a day for batch.
     """
 
     def Generate(self, request, context):
@@ -139,6 +141,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
     """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim.
+    The call's deadline is the request's, of more than 7 days 7 days; without one it is 120 s for realtime, 600 s for standard, a day for batch.
     """
 
     @staticmethod

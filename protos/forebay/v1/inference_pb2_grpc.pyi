@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim."""
+    """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim.
+    The call's deadline is the request's, of more than 7 days 7 days; without one it is 120 s for realtime, 600 s for standard, a day for batch.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -46,7 +48,9 @@ class InferenceServiceStub:
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim."""
+    """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim.
+    The call's deadline is the request's, of more than 7 days 7 days; without one it is 120 s for realtime, 600 s for standard, a day for batch.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -61,7 +65,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Describes one model. NOT_FOUND where there is none of that name."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim."""
+    """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim.
+    The call's deadline is the request's, of more than 7 days 7 days; without one it is 120 s for realtime, 600 s for standard, a day for batch.
+    """
 
     @_abc_1.abstractmethod
     def Generate(

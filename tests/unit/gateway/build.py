@@ -106,8 +106,6 @@ def generation(
     return Generation(
         request_id=f"{next(_numbers):032x}",
         org=org,
-        subject="someone",
-        roles=frozenset({"user"}),
         latency_class=types_pb2.LATENCY_CLASS_STANDARD,
         model=make_model(),
         prompt_token_ids=list(prompt),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from services.gateway.__main__ import main, serve
+from services.gateway.mesh import Mesh
 from services.gateway.settings import GatewaySettings
 from tests.fakes import LENGTH, FakeScheduler, FakeWorker, WorkerCall, play
 from tests.unit.gateway.build import AUDIENCE, ISSUER, letters, make_token, write_jwks, write_model
@@ -136,3 +138,24 @@ def test_a_wrong_setting_is_one_line(
     assert out.out == ""
     assert words in out.err
     assert len(out.err.strip().splitlines()) == 1
+
+
+async def test_a_taken_address_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("FOREBAY_INTERNAL_ADDRESS", f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(OSError, match="choose another port"):
+            async with running(tmp_path, "127.0.0.1:1", monkeypatch):
+                pass
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_what_ends_the_watch_of_the_fleet_ends_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def life(address: str) -> None:
+        async with running(tmp_path, address, monkeypatch) as (_, _stop, task):
+            monkeypatch.setattr(Mesh, "fleet", lambda *_: 1 / 0)
+            await asyncio.wait({task})
+
+    scheduler = FakeScheduler([])
+    with pytest.raises(ZeroDivisionError):
+        await life(await scheduler.start())
+    await scheduler.stop()
