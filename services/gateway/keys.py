@@ -1,15 +1,14 @@
 """The public keys that tokens are verified with: a JWKS from a file or a URL, fresh enough and never fetched in a storm."""
 
 import asyncio
-import http.client
 import json
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import SplitResult, urlsplit
 
+import h11
 import jwt
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from jwt.exceptions import PyJWTError
@@ -114,14 +113,14 @@ class FileKeys:
 
 
 class UrlKeys:
-    """Keys from a URL: fetched in a thread when they are old or one is missing, at most once in 10 s, by one task at a time."""
+    """Keys from a URL: fetched when they are old or one is missing, at most once in 10 s, by one task at a time."""
 
     def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
-        parts = urllib.parse.urlsplit(url)
+        parts = urlsplit(url)
         # Over plain http whoever is on the way makes tokens; nobody is on the way to this host itself.
         if not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOOPBACK)):
             raise KeysError(f"FOREBAY_JWKS_URL={url[:80]}: it must be an https:// URL (http:// only to this host)")
-        self._url = url
+        self._url = parts
         self._clock = clock
         self._keys: Keys = {}
         self._fetched_at = float("-inf")
@@ -146,25 +145,37 @@ class UrlKeys:
     async def _fetch(self) -> None:
         self._tried_at = self._clock()
         try:
-            async with asyncio.timeout(_FETCH_SECONDS):  # in all; a socket's own timeout is for each read
-                document = await asyncio.to_thread(_download, self._url)
+            async with asyncio.timeout(_FETCH_SECONDS):
+                document = await _download(self._url)
             self._keys = parse(document)
             self._fetched_at = self._clock()
-        except (OSError, http.client.HTTPException, KeysError) as error:  # TimeoutError is an OSError
-            _log.warning("jwks_url_unusable", url=self._url, why=str(error)[:200])
+        except (OSError, h11.RemoteProtocolError, KeysError) as error:  # TimeoutError is an OSError
+            _log.warning("jwks_url_unusable", url=self._url.geturl(), why=str(error)[:200] or f"it took more than {_FETCH_SECONDS:g} s")
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The keys come from the address that was given, and from no other."""
+async def _download(url: SplitResult) -> bytes:
+    """At most _MAX_JWKS_BYTES, from this address and from no other that it may name. Raises OSError, RemoteProtocolError or KeysError.
 
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
-def _download(url: str) -> bytes:
-    """At most _MAX_JWKS_BYTES. Raises OSError, HTTPException or KeysError."""
-    with urllib.request.build_opener(_NoRedirect).open(url, timeout=_FETCH_SECONDS) as response:
-        body: bytes = response.read(_MAX_JWKS_BYTES + 1)
-    if len(body) > _MAX_JWKS_BYTES:
+    Not in a thread: one that reads from a server that never ends could not be ended.
+    """
+    secure = url.scheme == "https"
+    reader, writer = await asyncio.open_connection(url.hostname, url.port or (443 if secure else 80), ssl=secure or None)
+    try:
+        connection = h11.Connection(h11.CLIENT)
+        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        headers = [("host", url.netloc.rpartition("@")[2]), ("accept", "application/json"), ("connection", "close")]
+        writer.write(connection.send(h11.Request(method="GET", target=target, headers=headers)) or b"")
+        body = bytearray()
+        while len(body) <= _MAX_JWKS_BYTES:
+            match connection.next_event():
+                case h11.NEED_DATA:
+                    connection.receive_data(await reader.read(1 << 16))
+                case h11.Response(status_code=status) if status != 200:
+                    raise KeysError(f"the answer is {status}, not 200")
+                case h11.Data(data=data):
+                    body += data
+                case h11.EndOfMessage():
+                    return bytes(body)
         raise KeysError(f"it has more than {_MAX_JWKS_BYTES} bytes")
-    return body
+    finally:
+        writer.close()

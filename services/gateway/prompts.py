@@ -12,6 +12,7 @@ MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_call_id"})
+_PART_FIELDS = frozenset({"type", "text"})
 _NOT_OFFERED_IN_MESSAGES = frozenset({"tool_calls", "function_call", "audio", "refusal"})
 
 Prompt = str | list[int]
@@ -106,16 +107,20 @@ def validate_messages(value: object, *, name: str = "messages") -> list[dict[str
 
 
 def unknown_message_fields(value: object, name: str = "messages") -> list[str]:
-    """Fields of messages that nothing here reads, as `messages[0].field`: for a face to name or to refuse."""
-    messages = value if isinstance(value, list | tuple) else ()
-    known = _MESSAGE_FIELDS | _NOT_OFFERED_IN_MESSAGES
-    return [
-        f"{name}[{index}].{field}"
-        for index, message in enumerate(messages[:MAX_MESSAGES])
-        if isinstance(message, Mapping)
-        for field in message
-        if field not in known
-    ]
+    """Fields of messages and of their text parts that nothing here reads, as `messages[0].field`: for a face to name or to refuse."""
+    unknown: list[str] = []
+    for index, message in enumerate(value[:MAX_MESSAGES] if isinstance(value, list | tuple) else ()):
+        if isinstance(message, Mapping):
+            unknown += _others(message, _MESSAGE_FIELDS | _NOT_OFFERED_IN_MESSAGES, f"{name}[{index}]")
+            content = message.get("content")
+            for number, part in enumerate(content if isinstance(content, list | tuple) else ()):
+                if isinstance(part, Mapping):
+                    unknown += _others(part, _PART_FIELDS, f"{name}[{index}].content[{number}]")
+    return unknown
+
+
+def _others(value: Mapping[str, object], known: frozenset[str], name: str) -> list[str]:
+    return [f"{name}.{field}" for field in value if field not in known]
 
 
 def _message(entry: Field) -> dict[str, str]:

@@ -13,7 +13,7 @@ class GatewaySettings(ServiceSettings):
     schedulers: HostPorts = Field(min_length=1, description="host:port[,host:port...] of the schedulers")
     models: str = Field(description="PATH=NAME[|ALIAS...][,PATH=NAME...]: tokenizers and templates come from the model's own files")
     jwks_file: str = Field("", description="file with the public keys of tokens; or jwks_url")
-    jwks_url: str = Field("", description="https URL with the public keys of tokens; or jwks_file")
+    jwks_url: str = Field("", description="https URL with the public keys of tokens, asked directly, without a proxy; or jwks_file")
     jwt_issuer: str = Field("", description="the `iss` that tokens must carry; empty: any")
     jwt_audience: str = Field("", description="the `aud` that tokens must carry; empty: any")
     max_tokens_cap: int = Field(32_768, ge=1, description="most tokens that one choice may ask for")

@@ -1,5 +1,6 @@
 """Whose token is taken, and everything that is not (X04, B42e)."""
 
+import asyncio
 import base64
 import hmac
 import json
@@ -398,6 +399,30 @@ async def test_keys_are_neither_huge_nor_from_elsewhere(endpoint: Endpoint) -> N
     endpoint.redirect = ""
     clock.now += 301
     assert await keys.find("new")
+
+
+async def test_keys_that_trickle_in_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = asyncio.Event()
+
+    async def trickles(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:  # each byte well within any time for one
+                writer.write(b"H")
+                await writer.drain()
+                await asyncio.sleep(0.001)
+        except ConnectionError:
+            gone.set()
+        finally:
+            writer.close()
+
+    monkeypatch.setattr("services.gateway.keys._FETCH_SECONDS", 0.1)
+    server = await asyncio.start_server(trickles, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(StatusError) as caught:
+            await UrlKeys(f"http://127.0.0.1:{port}").find("any")
+        assert caught.value.code is Code.UNAVAILABLE
+        await gone.wait()
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://x/y", "jwks.json", "", "http://issuer.example/jwks", "https://"])

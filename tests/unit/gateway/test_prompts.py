@@ -124,4 +124,6 @@ def test_conversations_that_are_refused(value: object, field: str) -> None:
 
 def test_unknown_fields_of_messages_are_named() -> None:
     assert unknown_message_fields([USER | {"mood": 1}, "odd", USER | {"tool_calls": None}]) == ["messages[0].mood"]
+    parts = [{"type": "text", "text": "x", "cache_control": {}}, "odd", {"type": "text", "text": "y"}]
+    assert unknown_message_fields([USER, {"role": "user", "content": parts}]) == ["messages[1].content[0].cache_control"]
     assert unknown_message_fields(None) == []
