@@ -58,7 +58,7 @@ def test_the_deepest_body_allowed_passes() -> None:
 
 def test_many_names_with_one_given_twice_cost_no_quadratic_time() -> None:
     pairs = ",".join(f'"{number}": 0' for number in range(50_000))
-    start = time.perf_counter()
+    start = time.thread_time()  # what it computes, however busy the machine is
     with pytest.raises(StatusError):
         parse(f'{{{pairs}, "49999": 1}}'.encode())
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 3
