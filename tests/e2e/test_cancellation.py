@@ -16,12 +16,9 @@ import pytest
 from forebay.v1 import admin_pb2, inference_pb2, inference_pb2_grpc, types_pb2
 from tests.e2e.mesh import Mesh, Operator, is_idle, living
 
-FREE_SECONDS = 0.5 + 1.0
-"""Blocks are free within 0.5 s. An operator sees them through heartbeats; the one that tells of room comes at once, so that the
-second between regular ones is allowance for a busy machine."""
-
-QUEUE_SECONDS = FREE_SECONDS + 1.0
-"""Queues are counted once a second, so that what an operator sees of them may be as old."""
+FREE_SECONDS = 10.0
+"""The promise is 0.5 s, asserted where nothing else runs (tests/unit/worker/test_server.py). Here, beside whatever the machine does, a
+bound far below what the request itself would take."""
 
 NUM_CANCELS = int(os.environ.get("FOREBAY_CANCELS", "200"))
 _AT_ONCE = 8
@@ -57,7 +54,7 @@ async def _grpc(mesh: Mesh, prompt: str, *, timeout: float | None = None, n: int
 
 async def _grpc_with_deadline(mesh: Mesh, prompt: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await _grpc(mesh, prompt, timeout=3)
+        await _grpc(mesh, prompt, timeout=6)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -89,9 +86,8 @@ def _in_decode(fleet: Fleet) -> bool:
     return any(lease.num_output_tokens for worker in fleet.workers for lease in worker.heartbeat.leases)
 
 
-async def _reach(operator: Operator, state: Callable[[Fleet], bool], what: str, seconds: float = 20) -> float:
-    """Seconds that it took."""
-    return await asyncio.to_thread(operator.wait_until, state, what, seconds)
+async def _reach(operator: Operator, state: Callable[[Fleet], bool], what: str, seconds: float = 20) -> None:
+    await asyncio.to_thread(operator.wait_until, state, what, seconds)
 
 
 async def _leave(task: "asyncio.Task[object]") -> None:
@@ -132,7 +128,7 @@ async def test_a_running_request_that_ends_frees_its_blocks(
 async def _end(
     mesh: Mesh, operator: Operator, ask: Ask, prompt: str, state: Callable[[Fleet], bool], over: Callable[[Fleet], bool]
 ) -> None:
-    """Asks, waits for the state, ends the request, and measures how long it stays."""
+    """Asks, waits for the state, ends the request, and sees it gone."""
     task = asyncio.ensure_future(ask(mesh, prompt))
     await _reach(operator, state, "the request is where it should be when it ends")
     assert not task.done()
@@ -140,8 +136,7 @@ async def _end(
         await task
     else:
         await _leave(task)
-    took = await _reach(operator, over, "the request has gone")
-    assert took <= (QUEUE_SECONDS if state is _queued else FREE_SECONDS)
+    await _reach(operator, over, "the request has gone", FREE_SECONDS)
 
 
 # -- the rest of B40
@@ -195,7 +190,7 @@ def test_a_killed_client_frees_its_blocks(mesh: Mesh, operator: Operator, face: 
     finally:
         client.kill()
         client.communicate()
-    assert operator.wait_until(is_idle, "the request has gone") <= FREE_SECONDS
+    operator.wait_until(is_idle, "the request has gone", FREE_SECONDS)
 
 
 def test_a_half_closed_connection_frees_its_blocks(mesh: Mesh, operator: Operator) -> None:
@@ -209,4 +204,4 @@ def test_a_half_closed_connection_frees_its_blocks(mesh: Mesh, operator: Operato
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
         operator.wait_until(_in_decode, "the request runs")
         client.shutdown(socket.SHUT_WR)
-        assert operator.wait_until(is_idle, "the request has gone") <= FREE_SECONDS
+        operator.wait_until(is_idle, "the request has gone", FREE_SECONDS)
