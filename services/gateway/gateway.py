@@ -43,7 +43,7 @@ class Gateway:
     calls: OpenCalls = field(default_factory=OpenCalls)
     max_tokens_cap: int = 32_768
     slow_reader_seconds: float = 30.0
-    """A client that takes nothing for so long is given up; until then only its own stream waits (F15)."""
+    """A client that takes nothing for so long is given up; until then only its own stream waits."""
     draining: bool = False
 
     def why_not_ready(self) -> str | None:

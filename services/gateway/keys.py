@@ -23,9 +23,9 @@ _ALGORITHMS: Mapping[tuple[str, str], str] = {("OKP", "Ed25519"): "EdDSA", ("EC"
 _MIN_RSA_BITS = 2048
 _MAX_JWKS_BYTES = 1 << 20
 _FILE_CHECK_SECONDS = 1.0
-_REFRESH_SECONDS = 10.0  # at most one fetch in this time, whatever tokens come (X04)
+_REFRESH_SECONDS = 10.0  # at most one fetch in this time, whatever tokens come
 _LIFETIME_SECONDS = 300.0  # a key that was removed is trusted no longer than this
-_MAX_AGE_SECONDS = 3600.0  # while the URL can't be reached, its last answer is good for this long (X05)
+_MAX_AGE_SECONDS = 3600.0  # while the URL can't be reached, its last answer is good for this long
 _FETCH_SECONDS = 5.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

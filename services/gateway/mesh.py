@@ -21,13 +21,13 @@ _log = log.get(__name__)
 class MeshLimits:
     """How patient a gateway is. Seconds, unless said."""
 
-    worker_silence: float = 3.0  # a worker pings each second (DESIGN 8.5)
+    worker_silence: float = 3.0  # a worker pings each second
     scheduler_answer: float = 3.0  # until Place says its first word
     replace_patience: float = 10.0  # a request that lost its worker waits this long for another to appear
     exclusion: float = 5.0  # a worker that could not be reached is avoided
     max_attempts: int = 6  # placements of one request
     retry_capacity: float = 100.0  # re-placements that may happen at once, over all requests
-    retry_ratio: float = 0.2  # and per request beyond that: attempts <= 1.2 x offered (F24)
+    retry_ratio: float = 0.2  # and per request beyond that: attempts <= 1.2 x offered
     finish_attempts: int = 6
     backoff: float = 0.05  # first pause after a refusal, doubled each time, at most 1 s
 

@@ -37,7 +37,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Generation, counting and models.
 
     Streams are written with `context.write` and not as generators: a cancelled call then always raises in here, and never
-    leaves a generator behind that nobody resumes (B40).
+    leaves a generator behind that nobody resumes.
     """
 
     def __init__(self, gateway: Gateway) -> None:

@@ -28,7 +28,7 @@ class _LatencyClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LatencyC
     LATENCY_CLASS_UNSPECIFIED: _LatencyClass.ValueType  # 0
     """The server picks: standard."""
     LATENCY_CLASS_REALTIME: _LatencyClass.ValueType  # 1
-    """Interactive: p99 time to first token under 200 ms."""
+    """Interactive: the aim is a p99 time to first token under 200 ms."""
     LATENCY_CLASS_STANDARD: _LatencyClass.ValueType  # 2
     """The default."""
     LATENCY_CLASS_BATCH: _LatencyClass.ValueType  # 3
@@ -40,7 +40,7 @@ class LatencyClass(_LatencyClass, metaclass=_LatencyClassEnumTypeWrapper):
 LATENCY_CLASS_UNSPECIFIED: LatencyClass.ValueType  # 0
 """The server picks: standard."""
 LATENCY_CLASS_REALTIME: LatencyClass.ValueType  # 1
-"""Interactive: p99 time to first token under 200 ms."""
+"""Interactive: the aim is a p99 time to first token under 200 ms."""
 LATENCY_CLASS_STANDARD: LatencyClass.ValueType  # 2
 """The default."""
 LATENCY_CLASS_BATCH: LatencyClass.ValueType  # 3

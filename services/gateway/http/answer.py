@@ -20,7 +20,7 @@ REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
 }
-_MAX_WAITING_EVENTS = 64  # of one answer, between its generations and its reader (F15)
+_MAX_WAITING_EVENTS = 64  # of one answer, between its generations and its reader
 
 Run = Callable[[Generation], AsyncGenerator[Event]]
 Numbered = tuple[int, Event]

@@ -100,7 +100,7 @@ _ANSWERS = {
     404: "No such model.",
     413: "Larger than 8 MiB.",
     415: "Not JSON.",
-    429: "Over the quota; see retry-after.",
+    429: "The answer was not read fast enough; see retry-after.",
     500: "Our fault.",
     503: "No worker has room; see retry-after.",
     504: "The deadline passed.",

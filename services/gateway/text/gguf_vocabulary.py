@@ -1,7 +1,7 @@
 """Builds a tokenizer from the vocabulary in a GGUF file's metadata.
 
 Such a file names its pre-tokenizer instead of carrying it; a name that isn't known here is refused, since a near miss gives other ids
-and a worse model without a word (B42c).
+and a worse model without a word.
 """
 
 from collections.abc import Mapping

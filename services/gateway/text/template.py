@@ -33,7 +33,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, name: str = "messages") -> str:
         """The prompt of a conversation, to be encoded without further special tokens.
 
-        Raises INVALID_ARGUMENT that blames `name`, with the template's own words where it refuses the conversation (B34).
+        Raises INVALID_ARGUMENT that blames `name`, with the template's own words where it refuses the conversation.
         """
         try:
             with sandbox.bounded():
