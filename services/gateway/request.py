@@ -36,6 +36,8 @@ CLASSES: Mapping[str, LatencyClass] = {
 }
 """What clients call them."""
 _SEED_BITS = 63
+MAX_PROMPT_SCORES = 200_000
+"""Log-probabilities of prompt positions in one answer: about a second of the event loop to write."""
 _ASIDE_CHARS = 16 << 10  # longer texts are tokenised in a thread: the event loop has streams to serve
 _NOTHING: Mapping[str, str] = {}
 Result = TypeVar("Result")
@@ -94,7 +96,22 @@ async def admit_completion(envelope: Envelope, prompt: object, fields: Mapping[s
 
     ids = await _aside(tokenised, sum(len(item) for item in prompts if isinstance(item, str)))
     names = [envelope.name("prompt")] if len(prompts) == 1 else [f"{envelope.name('prompt')}[{index}]" for index in range(len(prompts))]
-    return [head.generation(item, prompt_ids, name) for item, prompt_ids, name in zip(prompts, ids, names, strict=True)]
+    generations = [head.generation(item, prompt_ids, name) for item, prompt_ids, name in zip(prompts, ids, names, strict=True)]
+    _check_scores(generations[0].sampling, sum(map(len, ids)), envelope.name("prompt"))
+    return generations
+
+
+def _check_scores(sampling: Sampling, num_prompt_tokens: int, name: str) -> None:
+    """Bounds the log-probabilities of prompts, which come all at once: they are written on the loop that serves every stream."""
+    if sampling.prompt_logprobs is None:
+        return
+    num_scores = num_prompt_tokens * sampling.n * (1 + sampling.prompt_logprobs)
+    if num_scores > MAX_PROMPT_SCORES:
+        raise invalid(
+            name,
+            f"{num_prompt_tokens} prompt tokens x n {sampling.n} x {1 + sampling.prompt_logprobs} log-probabilities is {num_scores}; "
+            f"one request may ask for at most {MAX_PROMPT_SCORES}: send fewer prompts, or lower n or logprobs",
+        )
 
 
 async def admit_chat(envelope: Envelope, messages: object, fields: Mapping[str, object]) -> Generation:

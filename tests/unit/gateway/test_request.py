@@ -227,3 +227,15 @@ async def test_counting() -> None:
     for text in (None, 5, ["x"], "x" * (1 << 20) + "x"):
         assert (await refusal(count_tokens(model(), text=text, names={"text": "prompt"}))).violations[0].field == "prompt"
     assert (await refusal(count_tokens(model(), messages=[]))).violations[0].field == "messages"
+
+
+async def test_b33_the_log_probabilities_of_prompts_are_bounded_over_prompts_and_choices() -> None:
+    """624 MiB of them once held every stream of a gateway for two minutes."""
+    fields = {"prompt_logprobs": 20, "max_tokens": 0}
+    wide = envelope(model=model(max_model_len=16_384), echo=True)
+    assert len(await admit_completion(wide, [5] * 8000, fields)) == 1
+    error = await refusal(admit_completion(wide, [[5] * 8000] * 2, fields))
+    assert error.violations[0].field == "prompt"
+    assert "336000" in error.message
+    assert "200000" in error.message
+    await refusal(admit_completion(wide, [5] * 8000, fields | {"n": 2}))
