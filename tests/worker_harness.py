@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -49,6 +50,16 @@ def continuation(prompt: list[int], count: int, choice_index: int = 0) -> list[i
     return tokens[len(prompt) :]
 
 
+class Clock:
+    """A time that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class ToyRunner:
     """Computes the next token from the sequence alone. A test holds it before a step, or makes it raise."""
 
@@ -58,10 +69,12 @@ class ToyRunner:
         self.breaks_at_step: int | None = None  # there the whole engine fails
         self._holds: Callable[[Batch], bool] = lambda _: False
         self._released = threading.Event()
+        self.held = threading.Event()  # a step hangs now
 
     def hold(self, when: Callable[[Batch], bool] = lambda _: True) -> None:
         """The next step for which `when` is true hangs until `release`."""
         self._released.clear()
+        self.held.clear()
         self._holds = when
 
     def hold_at_output(self, count: int) -> None:
@@ -79,6 +92,7 @@ class ToyRunner:
 
     def execute(self, batch: Batch) -> list[SpanResult]:
         if self._holds(batch):
+            self.held.set()
             self._released.wait()
         self.num_steps += 1
         if self.breaks_at_step is not None and self.num_steps >= self.breaks_at_step:
@@ -199,12 +213,13 @@ async def serving(
     num_blocks: int = 64,
     max_sequences: int = 8,
     max_step_tokens: int = 64,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Harness]:
     """A worker on free ports, stopped at the end."""
     runner = ToyRunner()
     engine, served = toy(runner, num_blocks=num_blocks, max_sequences=max_sequences, max_step_tokens=max_step_tokens)
     settings = WorkerSettings(model="toy", schedulers=schedulers, max_sequences=max_sequences, worker_id="w1")
-    worker = Worker(engine, served, settings, pace=pace, beat=beat)
+    worker = Worker(engine, served, settings, pace=pace, beat=beat, clock=clock)
     await worker.start()
     try:
         async with rpc.channel(worker.address) as channel, httpx.AsyncClient(base_url=f"http://{worker.internal_address}") as http:

@@ -1,7 +1,11 @@
 """What a scheduler counts, for Prometheus: forebay_* by model and class."""
 
+from collections.abc import Callable, Iterator
+
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from forebay.v1 import scheduler_pb2, types_pb2
 from services.scheduler import keys
@@ -12,7 +16,7 @@ _WAIT_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 class Metrics:
     """One scheduler's instruments in their own registry."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_redis_failures: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         line = ("model", "latency_class")
         self.queue_depth = Gauge("forebay_queue_depth", "Tickets waiting, in the whole mesh.", line, registry=self.registry)
@@ -26,7 +30,7 @@ class Metrics:
         self.live_leases = Gauge("forebay_leases", "Live leases, in the whole mesh.", registry=self.registry)
         self.workers_ready = Gauge("forebay_workers_ready", "Attached workers that take new work.", ("model",), registry=self.registry)
         self.waiting_streams = Gauge("forebay_place_streams", "Place streams waiting at this scheduler.", registry=self.registry)
-        self.redis_failures = Gauge("forebay_redis_failures", "Calls to Redis that failed since the start.", registry=self.registry)
+        self.registry.register(_Tally("forebay_redis_failures", "Calls to Redis that failed.", num_redis_failures))
 
     def ended(self, line: str, reason: str) -> None:
         """A request of this line ('' if it isn't known) is over."""
@@ -40,6 +44,19 @@ class Metrics:
         for (model, latency_class), (num, oldest) in lines.items():
             self.queue_depth.labels(model, class_label(latency_class)).set(num)
             self.queue_oldest.labels(model, class_label(latency_class)).set(oldest)
+
+
+class _Tally(Collector):
+    """A counter that somebody else keeps."""
+
+    def __init__(self, name: str, documentation: str, read: Callable[[], int]) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._read = read
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """What Prometheus asks for."""
+        yield CounterMetricFamily(self._name, self._documentation, value=self._read())
 
 
 def class_label(latency_class: int) -> str:

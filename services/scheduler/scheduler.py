@@ -59,8 +59,7 @@ class Scheduler:
     def __init__(self, store: Store, options: Options) -> None:
         self.options = options
         self.store = store
-        self.metrics = Metrics()
-        self.metrics.redis_failures.set_function(lambda: store.num_failures)
+        self.metrics = Metrics(lambda: store.num_failures)
         self.registry = Registry(liveness_seconds=options.liveness_seconds)
         self.waiting = Waiting()
         # Drawn at each start: a restarted scheduler must not take its predecessor's streams and events for its own.

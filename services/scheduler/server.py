@@ -29,10 +29,10 @@ AttachContext = grpc.aio.ServicerContext[scheduler_pb2.AttachRequest, scheduler_
 
 
 def add_services(server: grpc.aio.Server, scheduler: Scheduler) -> None:
-    """Adds both services, health and reflection."""
+    """Adds both services, health, reflection and channelz."""
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(scheduler), server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(scheduler), server)
-    rpc.add_standard_services(server, SERVICES)
+    rpc.add_standard_services(server, SERVICES, internal=True)
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):

@@ -82,6 +82,7 @@ def _load(settings: WorkerSettings) -> tuple[Engine, Served]:
     path = settings.model_path
     if not path.exists():
         raise FileNotFoundError(f"FOREBAY_MODEL={settings.model}: there is no file or folder {path}")
+    _check_device(settings.device)
     model = read_config(path)
     config = engine_config(settings, model)
     started = time.monotonic()
@@ -99,6 +100,12 @@ def _load(settings: WorkerSettings) -> tuple[Engine, Served]:
         "loaded", model=served.model, version=served.version, num_blocks=config.num_blocks, seconds=round(time.monotonic() - started, 2)
     )
     return engine, served
+
+
+def _check_device(device: str) -> None:
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and int(number or 0) >= (num_devices := torch.cuda.device_count()):
+        raise SettingsError(f"FOREBAY_DEVICE={device}: torch {torch.__version__} finds {num_devices} CUDA devices; choose another or cpu")
 
 
 class Progress:

@@ -21,8 +21,8 @@ class WorkerSettings(ServiceSettings):
         None, description="host:port where gateways reach it; default: the address that it listens on"
     )
     worker_id: str = Field("", max_length=128, description="stable name of this worker; default: host name and port")
-    node_id: str = Field("", max_length=128, description="name of the host, which groups its workers; default: the host name")
-    region: str = Field("", max_length=64, description="label for distance")
+    node_id: str = Field("", max_length=128, description="name of the host, for GetFleet; default: the host name")
+    region: str = Field("", max_length=64, description="label for GetFleet")
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu or cuda:N")
     num_blocks: int | None = Field(None, ge=2, description="cache blocks; default: as many as fit into kv_memory")
     kv_memory: ByteSize = Field(ByteSize(512_000_000), gt=0, description="memory of the cache, such as 512MB or 2GiB")

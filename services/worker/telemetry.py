@@ -1,4 +1,4 @@
-"""What the device says of itself: memory, temperature, power. Every field may be missing; none is guessed."""
+"""What the device says of itself: memory, and a CPU's temperature where it has a sensor. A GPU's temperature and power come later."""
 
 import platform
 import time
@@ -14,12 +14,11 @@ CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 
 @dataclass(frozen=True)
 class Telemetry:
-    """One reading. Bytes, degrees Celsius, watts."""
+    """One reading. Bytes, degrees Celsius."""
 
     memory_used_bytes: int
     memory_total_bytes: int
     temperature_celsius: float | None = None
-    power_watts: float | None = None
 
 
 class Sensors:

@@ -3,6 +3,8 @@
 import asyncio
 import secrets
 import socket
+import time
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -41,14 +43,22 @@ class Worker:
     """One engine in service. start, until, drain, stop: in this order, each once."""
 
     def __init__(
-        self, engine: Engine, served: Served, settings: WorkerSettings, *, pace: Pace | None = None, beat: Beat | None = None
+        self,
+        engine: Engine,
+        served: Served,
+        settings: WorkerSettings,
+        *,
+        pace: Pace | None = None,
+        beat: Beat | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock` times the engine's steps, and so tells when they hang."""
         self.incarnation = secrets.token_hex(8)
         self._served = served
         self._settings = settings
         registry = CollectorRegistry()
         self._metrics = Metrics(registry, model_name=served.model, max_model_len=served.max_model_len)
-        self.loop = EngineLoop(engine, observe=self._observe)
+        self.loop = EngineLoop(engine, clock=clock, observe=self._observe)
         self.leases = Leases(self.loop, served, self._metrics, max_sequences=settings.max_sequences, pace=pace)
         self._service = WorkerService(self.leases, served, self.incarnation, pace=pace)
         self._sensors = Sensors(settings.device)
@@ -129,7 +139,6 @@ class Worker:
             memory_used_bytes=reading.memory_used_bytes,
             memory_total_bytes=reading.memory_total_bytes,
             temperature_celsius=reading.temperature_celsius,
-            power_watts=reading.power_watts,
             draining=self.leases.draining,
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),

@@ -173,8 +173,8 @@ async def test_a_lost_worker_is_left_and_its_late_words_are_refused(redis_server
             await until(lambda: len(old.revoked) >= 50)
             assert set(old.revoked) == {(ticket.request_id, 1) for ticket in tickets}
             assert not any([await _finish(scheduler, lease) for lease in leases])
+            assert new.revoked == []
             assert all([await _finish(scheduler, lease) for lease in moved])
-            assert new.revoked == [] or set(new.revoked) <= {(ticket.request_id, 2) for ticket in tickets}
 
 
 async def test_a_lease_that_is_not_started_ends_and_its_room_is_free(redis_server) -> None:
@@ -289,6 +289,7 @@ async def test_an_outage_of_a_redis_that_remembers(persistent_redis_server) -> N
         persistent_redis_server.kill()
         failures = scheduler.store.num_failures
         await until(lambda: scheduler.store.num_failures > failures + 4)
+        assert (scheduler.scheduler.metrics.registry.get_sample_value("forebay_redis_failures_total") or 0) > failures + 4
         persistent_redis_server.start()
         await _eventually_end(scheduler, worker, held[0])
         assert (await call).epoch == 1
@@ -318,7 +319,7 @@ async def test_a_frozen_redis_is_refused_within_a_second_and_waiting_streams_sta
         redis_server.pause()
         try:
             started = asyncio.get_running_loop().time()
-            errors = await asyncio.gather(*(failure_of(scheduler.place(wire_ticket())) for _ in range(100)))
+            errors = await asyncio.gather(*(failure_of(scheduler.place(wire_ticket())) for _ in range(30)))
             assert asyncio.get_running_loop().time() - started < 1
             assert {error.reason for error in errors} == {"STORE_UNAVAILABLE"}
             assert not waits.done()

@@ -4,6 +4,7 @@ import asyncio
 
 import grpc
 import pytest
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 
 from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
 from services.common.errors import Code
@@ -212,14 +213,18 @@ async def test_the_fleet_as_operators_see_it(scheduler: RunningScheduler) -> Non
         await until(lambda: scheduler.scheduler.registry.ready_by_model(asyncio.get_running_loop().time())["tiny@fp32"] == 1)
         for i in range(3):
             busy.accept(await lease_of(scheduler.place(wire_ticket(f"r{i}"))))
+        busy.state.class_usage.add(latency_class=2, num_slots=3, num_blocks=6)
         waits = asyncio.create_task(lease_of(scheduler.place(wire_ticket(latency_class=1))))
 
         async def queued() -> bool:
-            return bool((await scheduler.admin.GetFleet(admin_pb2.GetFleetRequest())).queues)
+            fleet = await scheduler.admin.GetFleet(admin_pb2.GetFleetRequest())
+            return bool(fleet.queues and fleet.workers[0].heartbeat.class_usage)
 
         await until(queued)
         fleet = await scheduler.admin.GetFleet(admin_pb2.GetFleetRequest())
         assert fleet.scheduler_id == "s1"
+        [usage] = fleet.workers[0].heartbeat.class_usage
+        assert (usage.latency_class, usage.num_slots, usage.num_blocks) == (2, 3, 6)
         states = [(worker.registration.worker_id, worker.ready, worker.not_ready_reason) for worker in fleet.workers]
         assert states == [("w1", True, ""), ("w2", False, "draining")]
         assert all(worker.heartbeat_age_seconds < 5 for worker in fleet.workers)
@@ -227,6 +232,11 @@ async def test_the_fleet_as_operators_see_it(scheduler: RunningScheduler) -> Non
         assert (queue.model, queue.latency_class, queue.num_waiting) == ("tiny@fp32", 1, 1)
         waits.cancel()
     await until(lambda: scheduler.scheduler.registry.states(0)[0].not_ready_reason.startswith("its stream ended"))
+
+
+async def test_an_operator_sees_its_connections(scheduler: RunningScheduler) -> None:
+    servers = await channelz_pb2_grpc.ChannelzStub(scheduler.channel).GetServers(channelz_pb2.GetServersRequest())
+    assert any(server.data.calls_started for server in servers.server)
 
 
 async def test_attach_streams_that_are_none(scheduler: RunningScheduler) -> None:

@@ -18,11 +18,6 @@ class KVCache:
         self.block_size = block_size
         self.pages = torch.zeros(shape, dtype=dtype, device=device)
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        return self.pages[0].numel() * self.pages.element_size()
-
     def layer_rows(self, layer: int, unit: int) -> Tensor:
         """Rows of `unit` slots of one head, [rows, unit * head_dim], from the first row of `layer` on.
 
@@ -30,7 +25,3 @@ class KVCache:
         """
         _, _, _, num_kv_heads, block_size, head_dim = self.pages.shape
         return self.pages.view(-1, unit * head_dim)[layer * 2 * num_kv_heads * (block_size // unit) :]
-
-    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages, sources[i] -> targets[i]; a target is never a source of the same call."""
-        self.pages[targets] = self.pages[sources]

@@ -33,6 +33,7 @@ def run_worker(**variables: str) -> "subprocess.CompletedProcess[str]":
     [
         ({"model": "/nowhere/x.gguf"}, "there is no file or folder /nowhere/x.gguf"),
         ({"model": __file__}, "test_main.py"),
+        ({"model": __file__, "device": "cuda:99"}, "FOREBAY_DEVICE=cuda:99: torch "),
         ({"model": "m", "kv_memory": "lots"}, "FOREBAY_KV_MEMORY=lots: could not parse value and unit from byte string"),
     ],
 )

@@ -11,7 +11,6 @@ from services.worker.telemetry import Sensors, device_name
 def test_memory_is_there() -> None:
     reading = Sensors("cpu").read()
     assert 0 < reading.memory_used_bytes < reading.memory_total_bytes
-    assert reading.power_watts is None
     assert device_name("cpu").startswith("CPU ")
 
 

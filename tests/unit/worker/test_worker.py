@@ -8,9 +8,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common import rpc
 from services.common.errors import from_rpc
-from services.worker import worker as worker_module
-from services.worker.worker import SERVICE_NAME, EngineFailed
-from tests.worker_harness import Harness, continuation, hear, serving, until
+from services.worker.worker import SERVICE_NAME, STALL_EXIT_SECONDS, EngineFailed
+from tests.worker_harness import Clock, Harness, continuation, hear, serving, until
 
 
 async def health(worker: Harness, service: str = "") -> int:
@@ -38,20 +37,20 @@ async def test_a_worker_without_its_scheduler_is_not_ready() -> None:
         assert (answer.status_code, answer.text) == (503, "not ready: no scheduler has been reached\n")
 
 
-async def test_a_hanging_step_loop_is_told_and_then_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving() as worker:
+async def test_a_hanging_step_loop_is_told_and_then_ends_the_process() -> None:
+    clock = Clock()
+    async with serving(clock=clock) as worker:
         await until_health(worker, health_pb2.HealthCheckResponse.SERVING)
         worker.runner.hold()
         call = worker.stub.Generate(worker.request())
         await call.read()
-        loop = worker.worker.loop
-        monkeypatch.setattr(loop, "_clock", lambda: loop._progressed_at + 11)
+        clock.now += 11
         assert (await worker.http.get("/ready")).status_code == 503
         assert "no progress for 11 s" in (await worker.http.get("/health")).text
         assert not worker.worker.heartbeat().healthy
         await until_health(worker, health_pb2.HealthCheckResponse.NOT_SERVING)
         assert await worker.metric("forebay_worker_step_loop_healthy") == 0
-        monkeypatch.setattr(loop, "_clock", lambda: loop._progressed_at + worker_module.STALL_EXIT_SECONDS + 1)
+        clock.now += STALL_EXIT_SECONDS
         with pytest.raises(EngineFailed, match="no progress"):
             await asyncio.wait_for(worker.worker.until(asyncio.Event()), 5)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -134,7 +133,8 @@ async def test_metrics_have_the_names_that_dashboards_ask_for() -> None:
         assert await metric("vllm:request_success_total", finished_reason="length", **model) == 2
         assert await metric("vllm:request_success_total", finished_reason="abort", **model) == 0
         assert await metric("vllm:time_to_first_token_seconds_count", **model) == 2
-        assert await metric("vllm:time_to_first_token_seconds_bucket", le="0.06", **model) <= 2
+        await metric("vllm:time_to_first_token_seconds_bucket", le="0.06", **model)  # a bound of vLLM's own
+        assert await metric("vllm:time_to_first_token_seconds_bucket", le="+Inf", **model) == 2
         for name in ("inter_token_latency_seconds", "time_per_output_token_seconds"):
             assert await metric(f"vllm:{name}_count", **model) == 20
         assert await metric("vllm:e2e_request_latency_seconds_count", **model) == 2
