@@ -1,12 +1,11 @@
-"""One generation's way through the mesh: Place on a scheduler, Generate on the worker it names, Finish.
+"""One generation's way through the mesh: a lease, Generate on the worker it names, Finish.
 
-Owns retries, failover without lost or doubled tokens, and the end of the lease. Knows tokens, not text.
+Owns failover without lost or doubled tokens, and the end of the lease. Knows tokens, not text.
 """
 
 import asyncio
 import hashlib
 import hmac
-import random
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ import grpc
 from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
 from services.common import log
 from services.common.errors import Code, StatusError, from_rpc, unavailable
-from services.gateway.mesh import Mesh, Scheduler
+from services.gateway.mesh import Mesh
+from services.gateway.placing import Deadline, Placement
 from services.gateway.request import Generation
 
 _log = log.get(__name__)
@@ -66,9 +66,8 @@ class MeshCall:
         self._mesh = mesh
         self._generation = generation
         self._start = mesh.clock()
-        self._deadline = self._start + generation.deadline_seconds
-        self._epoch = 0
-        self._placing = False  # a lease of the next epoch may be on its way
+        self._deadline = Deadline(generation.deadline_seconds, mesh.clock)
+        self._placement = Placement(mesh, generation, self._deadline)
         self._accepted = False  # by any worker
         self._running = False  # accepted by the present one
         self._cut = False  # whether the gateway ended a choice: then what the worker still computes is of no use
@@ -82,8 +81,7 @@ class MeshCall:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._open is not None:
             self._open.cancel()
-        # A call that is left while it is placed may have got a lease that nobody hears of: its epoch can only be the next.
-        for epoch in ([self._epoch] if self._epoch else []) + ([self._epoch + 1] if self._placing else []):
+        for epoch in self._placement.epochs:
             self._mesh.finish(self._finish_request(error, epoch))
 
     @property
@@ -115,7 +113,7 @@ class MeshCall:
         """
         refusals = 0
         for attempt in range(1, self._mesh.limits.max_attempts + 1):
-            lease = await self._place()
+            lease = await self._placement.lease(sum(len(choice.token_ids) for choice in self.choices))
             try:
                 async with aclosing(self._attempt(lease)) as events:
                     async for event in events:
@@ -131,81 +129,14 @@ class MeshCall:
                 if lost.unreachable:
                     self._mesh.exclude(lease.worker_id)
                 else:
-                    await self._pause(refusals)
+                    await self._deadline.pause(self._mesh.backoff(refusals))
                     refusals += 1
-
-    # -- where
-
-    async def _place(self) -> scheduler_pb2.Lease:
-        """A lease. Once a worker was lost, UNAVAILABLE is waited out for a while: another may be about to appear."""
-        patience = self._mesh.clock() + self._mesh.limits.replace_patience
-        excluded = self._mesh.excluded()
-        attempt = 0
-        while True:
-            try:
-                self._placing = True
-                lease = await self._place_once(excluded)
-                self._placing = False
-                self._epoch = lease.epoch
-                return lease
-            except StatusError as error:
-                self._placing = False
-                if error.code is not Code.UNAVAILABLE:
-                    raise
-                if not self._epoch and excluded:
-                    excluded = []  # better a doubtful worker than none
-                    continue
-                if not self._epoch or self._mesh.clock() >= patience:
-                    raise
-                excluded = self._mesh.excluded()
-            await self._pause(attempt)
-            attempt += 1
-
-    async def _place_once(self, excluded: list[str]) -> scheduler_pb2.Lease:
-        """Asks the schedulers in turn; only one that can't be reached makes way for the next."""
-        why = ""
-        for scheduler in self._mesh.in_turn():
-            try:
-                return await self._place_on(scheduler, excluded)
-            except TimeoutError:
-                why = f"{scheduler.address} is silent"
-            except grpc.aio.AioRpcError as failure:
-                error = from_rpc(failure)
-                if error.code is Code.DEADLINE_EXCEEDED:
-                    raise self._deadline_error("in the queue") from None
-                if not _is_connection_error(error):
-                    raise error from None
-                why = error.message
-            self._mesh.failed(scheduler)
-        raise unavailable(f"no scheduler answers ({why}): try again", reason="NO_SCHEDULER")
-
-    async def _place_on(self, scheduler: Scheduler, excluded: list[str]) -> scheduler_pb2.Lease:
-        request = scheduler_pb2.PlaceRequest(
-            ticket=_ticket(self._generation),
-            excluded_workers=excluded,
-            lost_epoch=self._epoch,
-            num_delivered_tokens=sum(len(choice.token_ids) for choice in self.choices),
-        )
-        # The ticket's bytes stay the same over calls; what is left of the deadline is the call's own.
-        call = scheduler.stub.Place(request, timeout=self._seconds_left("in the queue"))
-        try:
-            silence: float | None = self._mesh.limits.scheduler_answer
-            while True:
-                async with asyncio.timeout(silence):
-                    event = await call.read()
-                if not isinstance(event, scheduler_pb2.PlaceResponse):
-                    raise unavailable("the scheduler ended the placement without a word: try again", reason="NO_SCHEDULER")
-                if event.HasField("placed"):
-                    return event.placed
-                silence = None  # it knows the ticket; the connection's keepalive watches from here
-        finally:
-            call.cancel()
 
     # -- run
 
     async def _attempt(self, lease: scheduler_pb2.Lease) -> AsyncGenerator[MeshEvent]:
         with self._mesh.worker(lease.address) as stub:
-            self._open = stub.Generate(self._worker_request(lease), timeout=self._seconds_left("before the first token"))
+            self._open = stub.Generate(self._worker_request(lease), timeout=self._deadline.seconds_left("before the first token"))
             try:
                 while (message := await self._next(lease)) is not None:
                     for event in self._news(message):
@@ -238,7 +169,7 @@ class MeshCall:
             async with asyncio.timeout(self._mesh.limits.worker_silence):
                 event = await self._open.read()
         except TimeoutError:
-            self._seconds_left("while generating")
+            self._deadline.seconds_left("while generating")
             raise _WorkerLost(f"worker {lease.worker_id} is silent", unreachable=True) from None
         except grpc.aio.AioRpcError as failure:
             raise self._judge(from_rpc(failure), lease) from None
@@ -248,7 +179,7 @@ class MeshCall:
         """Whether a worker's failure ends the request or only this attempt."""
         match error.code:
             case Code.DEADLINE_EXCEEDED:
-                return self._deadline_error("while generating")
+                return self._deadline.error("while generating")
             case Code.UNAVAILABLE | Code.CANCELLED:
                 return _WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True)
             case Code.INTERNAL if error.reason in _DYING:
@@ -272,7 +203,7 @@ class MeshCall:
             if delta.finish_reason == types_pb2.FINISH_REASON_ERROR:
                 raise _engine_error(f"choice {delta.choice_index} ended with an error", "")
             if delta.finish_reason == types_pb2.FINISH_REASON_DEADLINE:
-                raise self._deadline_error("while generating")
+                raise self._deadline.error("while generating")
             if delta.finish_reason == types_pb2.FINISH_REASON_CANCELLED:
                 raise _WorkerLost("the worker gave the request up", unreachable=False)
             choice.token_ids.extend(delta.token_ids)
@@ -320,20 +251,6 @@ class MeshCall:
             finished_choices=[index for index, choice in enumerate(self.choices) if choice.finished],
         )
 
-    async def _pause(self, attempt: int) -> None:
-        seconds = min(1.0, self._mesh.limits.backoff * 2**attempt) * random.uniform(0.5, 1)  # noqa: S311  # jitter
-        await asyncio.sleep(min(seconds, self._seconds_left("in the queue")))
-
-    def _seconds_left(self, where: str) -> float:
-        seconds = self._deadline - self._mesh.clock()
-        if seconds <= 0:
-            raise self._deadline_error(where)
-        return seconds
-
-    def _deadline_error(self, where: str) -> StatusError:
-        seconds = self._generation.deadline_seconds
-        return StatusError(Code.DEADLINE_EXCEEDED, f"the deadline of {seconds:.3g} s passed {where}: allow more time or ask for less")
-
     def _finish_request(self, error: BaseException | None, epoch: int) -> scheduler_pb2.FinishRequest:
         code, reason = _outcome(error, self.choices[0].finish_reason)
         return scheduler_pb2.FinishRequest(
@@ -364,30 +281,11 @@ def _outcome(error: BaseException | None, reason: types_pb2.FinishReason.ValueTy
     return Code.INTERNAL.value[0], types_pb2.FINISH_REASON_UNSPECIFIED
 
 
-def _is_connection_error(error: StatusError) -> bool:
-    """A scheduler's own UNAVAILABLE says when to come back; gRPC's doesn't."""
-    return error.code is Code.UNAVAILABLE and error.retry_after_seconds is None
-
-
 def _engine_error(what: str, reason: str) -> StatusError:
     """The engine's words where they are about this request (every token banned, say); else ours."""
     _log.error("engine_error", what=what, reason=reason)
     message = what if reason == "SEQUENCE_FAILED" else "the engine failed on this request: try again, and report its id if it fails again"
     return StatusError(Code.INTERNAL, message, reason="ENGINE_ERROR")
-
-
-def _ticket(generation: Generation) -> scheduler_pb2.Ticket:
-    return scheduler_pb2.Ticket(
-        request_id=generation.request_id,
-        org=generation.org,
-        latency_class=generation.latency_class,
-        model=generation.model.full_name,
-        model_version=generation.model.version,
-        num_prompt_tokens=len(generation.prompt_token_ids),
-        max_tokens=generation.sampling.max_tokens,
-        n=generation.sampling.n,
-        deadline_seconds=generation.deadline_seconds,
-    )
 
 
 def _engine_sampling(generation: Generation) -> types_pb2.SamplingParams:

@@ -12,7 +12,7 @@ import grpc
 
 from forebay.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, worker_pb2_grpc
 from services.common import log, rpc
-from services.common.errors import StatusError, from_rpc, unavailable
+from services.common.errors import from_rpc, unavailable
 
 _log = log.get(__name__)
 
@@ -23,6 +23,7 @@ class MeshLimits:
 
     worker_silence: float = 3.0  # a worker pings each second
     scheduler_answer: float = 3.0  # until Place says its first word
+    place_patience: float = 0.9  # a refusal that says "in a moment" is waited out so long: Redis stalls, another scheduler takes over
     replace_patience: float = 10.0  # a request that lost its worker waits this long for another to appear
     exclusion: float = 5.0  # a worker that could not be reached is avoided
     max_attempts: int = 6  # placements of one request
@@ -99,9 +100,15 @@ class Mesh:
         now = self.clock()
         return sorted(order, key=lambda scheduler: scheduler.failed_until > now)
 
-    def failed(self, scheduler: Scheduler) -> None:
-        """It could not be reached: others are asked first for a while."""
+    def failed(self, scheduler: Scheduler, why: str) -> None:
+        """It could not be reached or can't work: others are asked first for a while. Said in the log alone, as it names addresses."""
+        if scheduler.failed_until <= self.clock():
+            _log.warning("scheduler_failed", scheduler=scheduler.address, why=why)
         scheduler.failed_until = self.clock() + self.limits.exclusion
+
+    def backoff(self, attempt: int) -> float:
+        """Seconds to pause before another try, with jitter."""
+        return float(min(1.0, self.limits.backoff * 2**attempt) * random.uniform(0.5, 1))  # noqa: S311  # guards nothing
 
     @contextmanager
     def worker(self, address: str) -> Iterator["worker_pb2_grpc.WorkerServiceAsyncStub"]:
@@ -134,17 +141,15 @@ class Mesh:
 
     async def fleet(self, timeout: float = 2.0) -> admin_pb2.GetFleetResponse:
         """The fleet as some scheduler sees it; UNAVAILABLE where none answers. Closes channels to workers that are gone."""
-        error: StatusError | None = None
         for scheduler in self.in_turn():
             try:
                 fleet = await scheduler.admin.GetFleet(admin_pb2.GetFleetRequest(), timeout=timeout)
             except grpc.aio.AioRpcError as failure:
-                error = from_rpc(failure)
-                self.failed(scheduler)
+                self.failed(scheduler, from_rpc(failure).message)
                 continue
             await self._forget_workers({worker.registration.address for worker in fleet.workers})
             return fleet
-        raise unavailable(f"no scheduler answers: {error.message if error else ''}", reason="NO_SCHEDULER")
+        raise unavailable("no scheduler answers: try again", reason="NO_SCHEDULER")
 
     async def _forget_workers(self, known: set[str]) -> None:
         gone = [address for address, worker in self._workers.items() if address not in known and worker.num_calls == 0]

@@ -125,7 +125,7 @@ class Scheduler:
         """For /ready."""
         if self.stopping:
             return "stopping"
-        return "Redis is away" if self.store.circuit.is_open else None
+        return "Redis is away" if self.store.is_away else None
 
     async def _listen(self) -> None:
         async for event in self.store.events():

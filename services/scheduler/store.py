@@ -21,11 +21,17 @@ from redis.exceptions import NoScriptError, RedisError
 
 from services.common import errors, log
 from services.scheduler import keys
-from services.scheduler.circuit import Circuit
 
 LOG = log.get(__name__)
 MAX_CONNECTIONS = 16
 """More exchanges than this wait for each other; Redis runs one script at a time anyway."""
+PROBE_SECONDS = (0.1, 0.5)
+"""The first pause before a probe of a Redis that is away, and the longest; doubled in between."""
+FRESH_SECONDS = 1.0
+"""Trouble younger than this is worth a moment's wait (a stalled disk, a failover); callers are told so by RetryInfo."""
+
+
+_SCHEMA_CHECK: Sequence[Sequence[str]] = (["SET", keys.SCHEMA, keys.SCHEMA_VERSION, "NX"], ["GET", keys.SCHEMA])
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,12 @@ def load_scripts() -> dict[str, str]:
 
 
 class Store:
-    """A few connections to one Redis. ValueError for a URL that is none."""
+    """A few connections to one Redis. ValueError for a URL that is none.
 
-    def __init__(self, url: str, *, timeout_seconds: float = 0.5, circuit: Circuit | None = None) -> None:
+    After a failure every call fails at once, without asking Redis, until a probe in the background has succeeded.
+    """
+
+    def __init__(self, url: str, *, timeout_seconds: float = 0.5) -> None:
         self._timeout_seconds = timeout_seconds
         # No retries inside the client: they would outlast the second that callers have.
         options: dict[str, Any] = {"decode_responses": True, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
@@ -64,10 +73,16 @@ class Store:
         self._idle: list[Connection] = []
         self._closed = False
         self.num_in_use = 0
-        self.circuit = circuit or Circuit()
         self.num_failures = 0
+        self._away_since: float | None = None
+        self._prober: asyncio.Task[None] | None = None
         self._scripts = load_scripts()
         self._hashes = {name: sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in self._scripts.items()}
+
+    @property
+    def is_away(self) -> bool:
+        """Whether Redis has failed and not answered a probe since."""
+        return self._away_since is not None
 
     async def open(self, wait_seconds: float = 0) -> None:
         """Waits for Redis and checks the schema. SchemaError; StatusError UNAVAILABLE if Redis isn't there in time."""
@@ -82,7 +97,7 @@ class Store:
 
     async def check_schema(self) -> None:
         """Writes the schema's version into an empty Redis; SchemaError if another one is there."""
-        _, found = await self.commands(["SET", keys.SCHEMA, keys.SCHEMA_VERSION, "NX"], ["GET", keys.SCHEMA])
+        _, found = await self.commands(*_SCHEMA_CHECK)
         if found != keys.SCHEMA_VERSION:
             raise SchemaError(
                 f"Redis holds Forebay data of schema {found}; this scheduler knows schema {keys.SCHEMA_VERSION}: "
@@ -92,6 +107,9 @@ class Store:
     async def close(self) -> None:
         """Closes every connection, those in use as soon as they are idle."""
         self._closed = True
+        if self._prober is not None:
+            self._prober.cancel()
+            await asyncio.wait([self._prober])
         await self._close_idle()
         await self._subscriber.disconnect()
 
@@ -121,27 +139,29 @@ class Store:
         return self._checked(await self._attempt(commands))
 
     def _checked(self, replies: list[Any]) -> list[Any]:
-        for reply in replies:
-            if isinstance(reply, RedisError):  # Loading, read-only, out of memory, or a script that is wrong.
-                raise self._trouble(reply)
+        try:
+            _raise_error(replies)
+        except RedisError as error:  # Loading, read-only, out of memory, or a script that is wrong.
+            raise self._trouble(error) from error
         return replies
 
     async def _attempt(self, commands: Sequence[Sequence[str | int | float]]) -> list[Any]:
         async with self._limit:
-            if not self.circuit.admits(time.monotonic()):
-                raise _away()
+            if self._away_since is not None:
+                raise self._refusal()
             try:
-                async with asyncio.timeout(self._timeout_seconds):
-                    try:
-                        replies = await self._exchange(commands)
-                    except (RedisConnectionError, OSError):
-                        # Idle connections don't survive a restart of Redis. Every script may run twice.
-                        await self._close_idle()
-                        replies = await self._exchange(commands)
+                return await self._ask(commands)
             except (RedisError, OSError, TimeoutError) as error:
                 raise self._trouble(error) from error
-            self.circuit.succeeded()
-            return replies
+
+    async def _ask(self, commands: Sequence[Sequence[str | int | float]]) -> list[Any]:
+        async with asyncio.timeout(self._timeout_seconds):
+            try:
+                return await self._exchange(commands)
+            except (RedisConnectionError, OSError):
+                # Idle connections don't survive a restart of Redis. Every script may run twice.
+                await self._close_idle()
+                return await self._exchange(commands)
 
     async def _exchange(self, commands: Sequence[Sequence[str | int | float]]) -> list[Any]:
         connection: Any = self._idle.pop() if self._idle else self._factory.make_connection()  # type: ignore[no-untyped-call]
@@ -163,11 +183,31 @@ class Store:
         return replies
 
     def _trouble(self, error: Exception) -> errors.StatusError:
-        if not self.circuit.is_open:
-            LOG.warning("redis_trouble", error=str(error) or type(error).__name__)
         self.num_failures += 1
-        self.circuit.failed(time.monotonic())
-        return _away()
+        if self._away_since is None:
+            LOG.warning("redis_trouble", error=str(error) or type(error).__name__)
+            self._away_since = time.monotonic()
+            self._prober = asyncio.create_task(self._probe())
+        return self._refusal()
+
+    def _refusal(self) -> errors.StatusError:
+        assert self._away_since is not None
+        fresh = time.monotonic() - self._away_since < FRESH_SECONDS
+        return errors.unavailable("the queue's store is away: try again soon", PROBE_SECONDS[0] if fresh else 1.0, "STORE_UNAVAILABLE")
+
+    async def _probe(self) -> None:
+        """Asks Redis until it takes a write: a full or a read-only one would answer a ping."""
+        pause, longest = PROBE_SECONDS
+        while self._away_since is not None:
+            await asyncio.sleep(pause)
+            pause = min(longest, pause * 2)
+            try:
+                _raise_error(await self._ask(_SCHEMA_CHECK))
+            except (RedisError, OSError, TimeoutError):
+                self.num_failures += 1
+                continue
+            LOG.info("redis_back", seconds=round(time.monotonic() - self._away_since, 3))
+            self._away_since = None
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """What other schedulers publish, for ever; {'event': 'subscribed'} after every (re)connection, as events may have been missed."""
@@ -182,11 +222,13 @@ class Store:
                             yield json.loads(message["data"])
                 except (RedisError, OSError, TimeoutError):
                     LOG.debug("events_lost")
-            await asyncio.sleep(self.circuit.open_seconds)
+            await asyncio.sleep(PROBE_SECONDS[0])
 
 
-def _away() -> errors.StatusError:
-    return errors.unavailable("the queue's store is away: try again soon", 1.0, "STORE_UNAVAILABLE")
+def _raise_error(replies: list[Any]) -> None:
+    for reply in replies:
+        if isinstance(reply, RedisError):
+            raise reply
 
 
 async def _read(connection: Any) -> Any:

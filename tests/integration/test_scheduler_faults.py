@@ -260,13 +260,13 @@ async def test_redis_forgets_everything(redis_server, how: str) -> None:
             redis_server.command("FLUSHALL")
         else:
             redis_server.kill()
-            await until(lambda: scheduler.store.circuit.is_open)
+            await until(lambda: scheduler.store.is_away)
             assert scheduler.scheduler.not_ready_reason() == "Redis is away"
             error = await failure_of(scheduler.place(wire_ticket()))
             assert (error.code, error.reason) == (Code.UNAVAILABLE, "STORE_UNAVAILABLE")
             assert error.retry_after_seconds
             redis_server.start()
-        await until(lambda: scheduler.store.circuit.is_open is False and _both(scheduler))
+        await until(lambda: scheduler.store.is_away is False and _both(scheduler))
         assert worker.revoked == []
         await _end(scheduler, worker, held[0])
         worker.accept(await calls["first"])

@@ -8,7 +8,6 @@ import pytest
 
 from services.common.errors import Code, StatusError
 from services.scheduler import keys
-from services.scheduler.circuit import Circuit
 from services.scheduler.store import Call, SchemaError, Store
 from tests.scheduler_harness import until
 
@@ -63,7 +62,7 @@ async def test_cancelled_calls_never_hand_their_reply_to_another(slow_url: str) 
         await asyncio.gather(*(cancelled() for _ in range(50)), *(ask() for _ in range(5)))
     assert wrong == []
     assert store.num_in_use == 0
-    assert not store.circuit.is_open
+    assert not store.is_away
     await asyncio.gather(*(ask() for _ in range(50)))
     assert wrong == []
     await store.close()
@@ -105,14 +104,16 @@ async def test_an_unknown_schema_is_refused_with_both_versions(redis_server) -> 
     await store.close()
 
 
-async def test_trouble_is_unavailable_and_the_circuit_closes_by_itself(redis_server) -> None:
-    store = Store(redis_server.url, timeout_seconds=5, circuit=Circuit(open_seconds=0.05))
+async def test_trouble_is_unavailable_until_a_probe_succeeds(redis_server) -> None:
+    store = Store(redis_server.url, timeout_seconds=5)
     await store.commands(["PING"])
     redis_server.kill()
     with pytest.raises(StatusError) as caught:
         await store.commands(["PING"])
-    assert (caught.value.code, caught.value.retry_after_seconds) == (Code.UNAVAILABLE, 1.0)
-    assert store.circuit.is_open
+    assert (caught.value.code, caught.value.retry_after_seconds) == (Code.UNAVAILABLE, 0.1)
+    assert store.is_away
+    failures = store.num_failures
+    await until(lambda: store.num_failures > failures + 1)  # Probes go on without a caller.
     redis_server.start()
     survey = Call("survey", [keys.QUEUES, keys.SERVING, keys.STARTING, keys.RUNNING])
 
@@ -122,8 +123,18 @@ async def test_trouble_is_unavailable_and_the_circuit_closes_by_itself(redis_ser
         except StatusError:
             return False
 
-    await until(answers, seconds=5)  # Although the probe itself finds its script unknown.
-    assert not store.circuit.is_open
+    await until(answers, seconds=5)  # Although the scripts are unknown now.
+    assert not store.is_away
+    await store.close()
+
+
+async def test_callers_are_told_to_stay_away_longer_once_trouble_lasts(redis_server, monkeypatch) -> None:
+    monkeypatch.setattr("services.scheduler.store.FRESH_SECONDS", 0.0)
+    store = Store(redis_server.url, timeout_seconds=5)
+    redis_server.kill()
+    with pytest.raises(StatusError) as caught:
+        await store.commands(["PING"])
+    assert caught.value.retry_after_seconds == 1.0
     await store.close()
 
 
@@ -145,11 +156,16 @@ async def test_a_redis_that_cannot_write_is_trouble_too(redis_server, setting: s
     with pytest.raises(StatusError) as caught:
         await store.commands(["SET", "a", "b"])
     assert caught.value.code is Code.UNAVAILABLE
+    failures = store.num_failures
+    await until(lambda: store.num_failures > failures + 1)
+    assert store.is_away, "it answers, but takes no write"
+    redis_server.command(f"CONFIG SET {setting.split()[0]} 0")
+    await until(lambda: not store.is_away)
     await store.close()
 
 
 async def test_events_come_again_after_a_restart(redis_server) -> None:
-    store = Store(redis_server.url, timeout_seconds=5, circuit=Circuit(open_seconds=0.05))
+    store = Store(redis_server.url, timeout_seconds=5)
     events = store.events()
     assert await anext(events) == {"event": "subscribed"}
     await store.commands(["PUBLISH", keys.EVENTS, '{"event": "room"}'])

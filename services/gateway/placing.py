@@ -1,0 +1,144 @@
+"""A request's way to a lease: asks the schedulers in turn, waits where they say that it is worth it, and knows which epochs may be held.
+
+Knows no worker's stream and no token.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+
+from forebay.v1 import scheduler_pb2
+from services.common.errors import Code, StatusError, from_rpc, unavailable
+from services.gateway.mesh import Mesh, Scheduler
+from services.gateway.request import Generation
+
+
+class Deadline:
+    """When a request must have ended."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._at = clock() + seconds
+
+    def seconds_left(self, where: str) -> float:
+        """More than 0; DEADLINE_EXCEEDED, naming the place, where nothing is left."""
+        seconds = self._at - self._clock()
+        if seconds <= 0:
+            raise self.error(where)
+        return seconds
+
+    def error(self, where: str) -> StatusError:
+        """What the client is told."""
+        words = f"the deadline of {self._seconds:.3g} s passed {where}: allow more time or ask for less"
+        return StatusError(Code.DEADLINE_EXCEEDED, words)
+
+    async def pause(self, seconds: float) -> None:
+        """Sleeps, at most to the deadline; for requests that wait to be placed."""
+        await asyncio.sleep(min(seconds, self.seconds_left("in the queue")))
+
+
+class Placement:
+    """Leases of one request, one after another."""
+
+    def __init__(self, mesh: Mesh, generation: Generation, deadline: Deadline) -> None:
+        self._mesh = mesh
+        self._ticket = _ticket(generation)
+        self._deadline = deadline
+        self._epoch = 0
+        self._asking = False  # a lease of the next epoch may be on its way
+
+    @property
+    def epochs(self) -> list[int]:
+        """Epochs that may hold a lease. A call that is left while it is placed may have got one that nobody hears of."""
+        return ([self._epoch] if self._epoch else []) + ([self._epoch + 1] if self._asking else [])
+
+    async def lease(self, num_delivered_tokens: int) -> scheduler_pb2.Lease:
+        """The next lease; StatusError with the scheduler's words, or DEADLINE_EXCEEDED.
+
+        A scheduler that says "come back in a moment" is taken at its word. Once a worker was lost, UNAVAILABLE is waited out for longer:
+        another worker may be about to appear.
+        """
+        patience = self._mesh.clock() + (self._mesh.limits.replace_patience if self._epoch else self._mesh.limits.place_patience)
+        excluded = self._mesh.excluded()
+        attempt = 0
+        while True:
+            try:
+                self._asking = True  # and so it stays if this call is cancelled
+                lease = await self._ask(excluded, num_delivered_tokens)
+                self._epoch, self._asking = lease.epoch, False
+                return lease
+            except StatusError as error:
+                self._asking = False
+                if error.code is not Code.UNAVAILABLE:
+                    raise
+                if not self._epoch and excluded:
+                    excluded = []  # better a doubtful worker than none
+                    continue
+                pause = self._mesh.backoff(attempt) if self._epoch else error.retry_after_seconds or 0.0
+                if self._mesh.clock() + pause > patience:
+                    raise
+            await self._deadline.pause(pause)
+            excluded = self._mesh.excluded() if self._epoch else []
+            attempt += 1
+
+    async def _ask(self, excluded: list[str], num_delivered_tokens: int) -> scheduler_pb2.Lease:
+        """Asks every scheduler until one knows. The next one's turn comes where one can't be reached or can't reach Redis."""
+        request = scheduler_pb2.PlaceRequest(
+            ticket=self._ticket, excluded_workers=excluded, lost_epoch=self._epoch, num_delivered_tokens=num_delivered_tokens
+        )
+        refusal = unavailable("no scheduler answers: try again", reason="NO_SCHEDULER")
+        for scheduler in self._mesh.in_turn():
+            try:
+                return await self._ask_one(scheduler, request)
+            except StatusError as error:
+                if not _is_its_own(error):
+                    raise
+                if error.reason == _STORE_AWAY:
+                    refusal = error
+                self._mesh.failed(scheduler, error.message)
+        raise refusal
+
+    async def _ask_one(self, scheduler: Scheduler, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.Lease:
+        # The ticket's bytes stay the same over calls; what is left of the deadline is the call's own.
+        call = scheduler.stub.Place(request, timeout=self._deadline.seconds_left("in the queue"))
+        silence: float | None = self._mesh.limits.scheduler_answer
+        try:
+            while True:
+                async with asyncio.timeout(silence):
+                    event = await call.read()
+                if not isinstance(event, scheduler_pb2.PlaceResponse):
+                    raise StatusError(Code.UNAVAILABLE, "it ended the placement without a word")
+                if event.HasField("placed"):
+                    return event.placed
+                silence = None  # it knows the ticket; the connection's keepalive watches from here
+        except TimeoutError:
+            raise StatusError(Code.UNAVAILABLE, "it is silent") from None
+        except grpc.aio.AioRpcError as failure:
+            error = from_rpc(failure)
+            raise (self._deadline.error("in the queue") if error.code is Code.DEADLINE_EXCEEDED else error) from None
+        finally:
+            call.cancel()
+
+
+_STORE_AWAY = "STORE_UNAVAILABLE"
+
+
+def _is_its_own(error: StatusError) -> bool:
+    """Whether it is this scheduler's trouble and another may do better. A refusal says when to come back; gRPC's UNAVAILABLE doesn't."""
+    return error.code is Code.UNAVAILABLE and (error.retry_after_seconds is None or error.reason == _STORE_AWAY)
+
+
+def _ticket(generation: Generation) -> scheduler_pb2.Ticket:
+    return scheduler_pb2.Ticket(
+        request_id=generation.request_id,
+        org=generation.org,
+        latency_class=generation.latency_class,
+        model=generation.model.full_name,
+        model_version=generation.model.version,
+        num_prompt_tokens=len(generation.prompt_token_ids),
+        max_tokens=generation.sampling.max_tokens,
+        n=generation.sampling.n,
+        deadline_seconds=generation.deadline_seconds,
+    )

@@ -1,0 +1,101 @@
+"""Getting a lease: which refusals are waited out, which make way for the next scheduler, and what the client may read."""
+
+import asyncio
+
+import pytest
+
+from services.common.errors import Code, StatusError, unavailable
+from services.gateway.mesh import Mesh, MeshLimits
+from services.gateway.placing import Deadline, Placement
+from tests.fakes import FakeScheduler, FakeWorker, play, serving
+from tests.unit.gateway.build import generation
+
+PATIENT = MeshLimits(scheduler_answer=20.0, place_patience=20.0, backoff=0.01)
+
+
+def placement(mesh: Mesh) -> Placement:
+    return Placement(mesh, generation(), Deadline(30.0, mesh.clock))
+
+
+def store_away(retry_after_seconds: float) -> StatusError:
+    return unavailable("the queue's store is away: try again soon", retry_after_seconds, "STORE_UNAVAILABLE")
+
+
+async def test_a_stall_of_redis_is_waited_out() -> None:
+    worker = FakeWorker(play([1]))
+    scheduler = FakeScheduler([worker])
+    async with serving(worker, scheduler):
+        mesh = Mesh([scheduler.address], PATIENT)
+        scheduler.refusals.extend(store_away(0.01) for _ in range(3))
+        assert (await placement(mesh).lease(0)).epoch == 1
+        assert len(scheduler.places) == 4
+        await mesh.close()
+
+
+async def test_an_outage_of_redis_is_not_waited_out() -> None:
+    worker = FakeWorker(play([1]))
+    scheduler = FakeScheduler([worker])
+    async with serving(worker, scheduler):
+        mesh = Mesh([scheduler.address], MeshLimits(scheduler_answer=20.0, place_patience=0.5))
+        scheduler.refusals.append(store_away(1.0))
+        with pytest.raises(StatusError) as failure:
+            await placement(mesh).lease(0)
+        assert (failure.value.reason, failure.value.retry_after_seconds) == ("STORE_UNAVAILABLE", 1.0)
+        assert len(scheduler.places) == 1
+        await mesh.close()
+
+
+async def test_a_scheduler_without_redis_makes_way_for_one_that_has_it() -> None:
+    worker = FakeWorker(play([1]))
+    cut_off, whole = FakeScheduler([worker]), FakeScheduler([worker])
+    async with serving(worker, cut_off, whole):
+        mesh = Mesh([cut_off.address, whole.address], PATIENT)
+        cut_off.refusals.extend(store_away(1.0) for _ in range(2))
+        for _ in range(4):
+            assert (await placement(mesh).lease(0)).epoch == 1
+        assert len(cut_off.places) <= 1, "others are asked first for a while"
+        assert len(whole.places) == 4
+        await mesh.close()
+
+
+async def test_a_full_queue_is_the_mesh_s_answer_whoever_gives_it() -> None:
+    first, second = FakeScheduler([]), FakeScheduler([])
+    async with serving(first, second):
+        mesh = Mesh([first.address, second.address], PATIENT)
+        for scheduler in (first, second):
+            scheduler.refusals.append(unavailable("the queue is full: try again", 30.0, reason="QUEUE_FULL"))
+        with pytest.raises(StatusError) as failure:
+            await placement(mesh).lease(0)
+        assert failure.value.reason == "QUEUE_FULL"
+        assert len(first.places) + len(second.places) == 1
+        await mesh.close()
+
+
+async def test_nobody_there_is_said_without_an_address() -> None:
+    scheduler = FakeScheduler([])
+    async with serving(scheduler):
+        mesh = Mesh([scheduler.address], PATIENT)
+    with pytest.raises(StatusError) as failure:
+        await placement(mesh).lease(0)
+    assert (failure.value.code, failure.value.message) == (Code.UNAVAILABLE, "no scheduler answers: try again")
+    with pytest.raises(StatusError, match=r"^no scheduler answers: try again$"):
+        await mesh.fleet()
+    await mesh.close()
+
+
+async def test_epochs_that_may_be_held() -> None:
+    worker = FakeWorker(play([1]))
+    scheduler = FakeScheduler([worker])
+    async with serving(worker, scheduler):
+        mesh = Mesh([scheduler.address], PATIENT)
+        place = placement(mesh)
+        assert place.epochs == []
+        await place.lease(0)
+        assert place.epochs == [1]
+        scheduler.gate.clear()
+        task = asyncio.create_task(place.lease(0))
+        await scheduler.places.until_length(2)
+        task.cancel()
+        await asyncio.wait([task])
+        assert place.epochs == [1, 2], "the second lease may be on its way to nobody"
+        await mesh.close()
