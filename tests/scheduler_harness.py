@@ -193,7 +193,8 @@ class FakeWorker:
     def __init__(
         self, worker_id: str = "w1", incarnation: str = "i1", *, slots: int = 4, num_blocks: int = 64, beat_seconds: float = 0.05
     ) -> None:
-        model = scheduler_pb2.WorkerModel(model=MODEL, version="v1", block_size=16, num_blocks=num_blocks, max_model_len=1024, loaded=True)
+        model = scheduler_pb2.WorkerModel(model=MODEL, version="v1", block_size=16, num_blocks=num_blocks, loaded=True)
+        model.max_model_len = min(1024, num_blocks * 16)
         self.register = scheduler_pb2.Register(
             worker_id=worker_id, incarnation=incarnation, address=f"{worker_id}:1", models=[model], max_sequences=slots, max_waiting=2
         )

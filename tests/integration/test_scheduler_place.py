@@ -7,8 +7,8 @@ import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 
 from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
-from services.common.errors import Code
-from tests.scheduler_harness import RunningScheduler, failure_of, fake_worker, lease_of, running_scheduler, until, wire_ticket
+from services.common.errors import Code, from_rpc
+from tests.scheduler_harness import FakeWorker, RunningScheduler, failure_of, fake_worker, lease_of, running_scheduler, until, wire_ticket
 
 
 @pytest.fixture
@@ -136,20 +136,17 @@ async def test_a_deadline_in_the_queue(scheduler: RunningScheduler, how: str) ->
 
 async def test_what_no_worker_could_hold_is_refused_and_small_ones_run(scheduler: RunningScheduler) -> None:
     """Case B23."""
-    async with fake_worker(scheduler, slots=30, num_blocks=64) as worker:
-        worker.register.models[0].max_model_len = 4096
-        await worker.detach()
-        await worker.attach(scheduler)
+    async with fake_worker(scheduler, slots=30, num_blocks=64):
         big = asyncio.create_task(failure_of(scheduler.place(wire_ticket("big", num_prompt_tokens=80 * 16, max_tokens=1))))
         small = await asyncio.gather(*(lease_of(scheduler.place(wire_ticket(max_tokens=1))) for _ in range(20)))
         assert len({lease.request_id for lease in small}) == 20
         error = await big
         assert error.code is Code.INVALID_ARGUMENT
         assert error.violations[0].field == "prompt"
-        assert all(number in error.message for number in ("1280", "81", "64"))
+        assert all(number in error.message for number in ("1280", "1024"))
         long = await failure_of(scheduler.place(wire_ticket(num_prompt_tokens=100, max_tokens=4000)))
         assert (long.code, long.violations[0].field) == (Code.INVALID_ARGUMENT, "max_tokens")
-        assert all(number in long.message for number in ("4096", "3996"))
+        assert all(number in long.message for number in ("1024", "924"))
 
 
 @pytest.mark.parametrize(
@@ -254,3 +251,14 @@ async def test_attach_streams_that_are_none(scheduler: RunningScheduler) -> None
         async for _ in scheduler.stub.Attach(heartbeat_first()):
             pass
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_worker_that_promises_more_than_its_cache_holds_is_refused(scheduler: RunningScheduler) -> None:
+    register = FakeWorker(num_blocks=64).register
+    register.models[0].max_model_len = 1025
+    call = scheduler.stub.Attach(iter([scheduler_pb2.AttachRequest(register=register)]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    error = from_rpc(caught.value)
+    assert (error.code, error.violations[0].field) == (Code.INVALID_ARGUMENT, "register.models")
+    assert all(number in error.message for number in ("1025", "64", "16"))

@@ -11,7 +11,7 @@ CLASSES = range(BATCH + 1)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that a worker has loaded. Blocks are its cache blocks in all."""
+    """A model that a worker has loaded. Blocks are its cache blocks in all; they hold at least one sequence of `max_model_len`."""
 
     version: str
     block_size: int
@@ -69,11 +69,12 @@ def serves(worker: Worker, ticket: Ticket) -> ServedModel | None:
 
 
 def could_hold(worker: Worker, ticket: Ticket) -> bool:
-    """Whether this worker, empty, could run the ticket to its end: workers of one model may differ in context length and cache."""
+    """Whether this worker, empty, could run the ticket to its end: workers of one model may differ in context length and cache.
+
+    Choices that don't fit side by side run one after another, so one choice decides.
+    """
     model = serves(worker, ticket)
-    if model is None or ticket.num_prompt_tokens + ticket.max_tokens > model.max_model_len:
-        return False
-    return blocks_for(model.block_size, ticket.num_prompt_tokens, 1, ticket.n) <= model.num_blocks
+    return model is not None and ticket.num_prompt_tokens + ticket.max_tokens <= model.max_model_len
 
 
 def needs(ticket: Ticket, worker: Worker, model: ServedModel, output_estimate: int) -> tuple[int, int]:
@@ -170,13 +171,5 @@ def impossible(ticket: Ticket, workers: Iterable[Worker]) -> tuple[str, str] | N
             "max_tokens",
             f"{prompt} prompt tokens + max_tokens {ticket.max_tokens} is {total}; {ticket.model} takes at most {longest} in all: "
             f"set max_tokens to at most {longest - prompt} or shorten the prompt",
-        )
-    largest = max(models, key=lambda model: model.num_blocks - blocks_for(model.block_size, prompt, 1, ticket.n))
-    blocks = blocks_for(largest.block_size, prompt, 1, ticket.n)
-    if blocks > largest.num_blocks:
-        return (
-            "prompt",
-            f"{prompt} prompt tokens and one token for each of {ticket.n} choices need {blocks} cache blocks of {largest.block_size}; "
-            f"the largest worker of {ticket.model} has {largest.num_blocks}: shorten the prompt or lower n",
         )
     return None

@@ -45,11 +45,18 @@ def test_another_version_or_model_is_no_candidate() -> None:
 
 
 def test_a_worker_that_could_not_hold_the_whole_ticket_is_no_candidate() -> None:
-    short, small = replace(MODEL, max_model_len=256), replace(MODEL, num_blocks=10)
-    workers = [_worker("w1", model=short), _worker("w2", model=small), _worker("w3", used_slots=3)]
-    assert _names([_ticket(prompt=16, max_tokens=300)], workers[::2]) == [("r", "w3")]
-    assert _names([_ticket(prompt=200, max_tokens=16)], workers[1:]) == [("r", "w3")]
-    assert _names([_ticket(prompt=16, max_tokens=240)], workers[:1]) == [("r", "w1")]
+    workers = [_worker("w1", model=replace(MODEL, max_model_len=256)), _worker("w3", used_slots=3)]
+    assert _names([_ticket(prompt=16, max_tokens=300)], workers) == [("r", "w3")]
+    assert _names([_ticket(prompt=200, max_tokens=57)], workers) == [("r", "w3")]
+    assert _names([_ticket(prompt=16, max_tokens=240)], workers) == [("r", "w1")]
+
+
+def test_choices_that_do_not_fit_side_by_side_are_no_reason_to_refuse() -> None:
+    """An engine runs them one after another; the ticket takes the whole worker."""
+    ticket = _ticket(prompt=1000, max_tokens=24, n=16)
+    assert impossible(ticket, [_worker()]) is None
+    (placement,) = plan([ticket], [_worker()], Rules())
+    assert (placement.num_slots, placement.num_blocks) == (4, 64)
 
 
 def test_excluded_workers_are_left_out_while_there_are_others() -> None:
@@ -134,9 +141,8 @@ def test_a_big_ticket_is_placed_in_the_end_however_many_small_ones_come(sizes: l
     [
         (_ticket(prompt=1025), "prompt", ("1025", "1024")),
         (_ticket(prompt=1000, max_tokens=25), "max_tokens", ("1000", "25", "1025", "1024", "24")),
-        (_ticket(prompt=1015, max_tokens=1, n=3), "prompt", ("1015", "3", "66", "64")),
     ],
-    ids=["prompt over the context", "max_tokens over the context", "choices over the cache"],
+    ids=["prompt over the context", "max_tokens over the context"],
 )
 def test_what_no_worker_could_hold_is_refused_with_its_numbers(ticket: Ticket, field: str, numbers: tuple[str, ...]) -> None:
     """Case B23: refused at admission, not left at the head of the queue."""
