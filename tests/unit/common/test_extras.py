@@ -50,4 +50,6 @@ def test_only_the_scheduler_brings_redis() -> None:
 def test_development_is_pinned_whole() -> None:
     lines = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
     pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if not line.startswith("#")}
-    assert _closure("dev") - pinned == {"certifi"}
+    # torch pins what its CUDA build needs by itself; its CPU build needs none of that.
+    needed = {name for name in _closure("dev") if not name.startswith(("cuda-", "nvidia-")) and name != "triton"}
+    assert needed - pinned == {"certifi"}

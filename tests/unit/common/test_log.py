@@ -14,7 +14,7 @@ def answer(prompt, authorization):
     raise ValueError("the engine has failed")
 for logger in (log.get("ours"), logging.getLogger("of.a.library")):
     try:
-        answer("my secret " + "prompt", "Bearer " + "abc.def")
+        answer("my secret " + "prompt", "Bearer abc" + ".def")  # no literal: a traceback may show this line
     except ValueError:
         logger.exception("request failed")
 """
