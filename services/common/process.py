@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from services.common.address import split
 
@@ -86,7 +87,15 @@ _BACKLOG = 2048
 class HttpServer:
     """An ASGI app on the running event loop, without uvicorn's own signal handling."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], address: str, *, drain_seconds: int = 10) -> None:
+    def __init__(
+        self,
+        app: Callable[..., Awaitable[None]],
+        address: str,
+        *,
+        drain_seconds: int = 10,
+        protocol: Callable[..., asyncio.Protocol] = H11Protocol,
+    ) -> None:
+        """`protocol` makes what serves one connection, with the arguments of uvicorn's own."""
         host, port = split(address)
         config = uvicorn.Config(
             app,
@@ -95,6 +104,8 @@ class HttpServer:
             log_config=None,
             access_log=False,
             lifespan="off",
+            http=protocol,  # type: ignore[arg-type]  # uvicorn calls it, class or not
+            ws="none",
             timeout_graceful_shutdown=drain_seconds,
             h11_max_incomplete_event_size=64 << 10,
         )

@@ -16,6 +16,7 @@ from services.gateway.auth import Authenticator
 from services.gateway.fleet import FleetWatch
 from services.gateway.gateway import Gateway, OpenCalls
 from services.gateway.http.app import create_app
+from services.gateway.http.connection import Connection, ConnectionLimits
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Catalogue
@@ -37,7 +38,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         parts.push_async_callback(internal.stop)
         grpc_server, health = make_server(gateway)
         parts.push_async_callback(grpc_server.stop, None)
-        http_server = HttpServer(create_app(gateway), settings.http_address, drain_seconds=round(settings.drain_seconds))
+        http_server = HttpServer(
+            create_app(gateway),
+            settings.http_address,
+            drain_seconds=round(settings.drain_seconds),
+            protocol=functools.partial(Connection, ConnectionLimits(settings.max_connections)),
+        )
         parts.push_async_callback(http_server.stop)
         grpc_port = rpc.bind(grpc_server, settings.grpc_address)
         http_port, internal_port = await http_server.start(), await internal.start()

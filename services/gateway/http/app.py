@@ -26,7 +26,14 @@ MAX_DEADLINE_SECONDS = 86_400.0
 
 def create_app(gateway: Gateway) -> FastAPI:
     """The ASGI application."""
-    app = FastAPI(title="Forebay", version="1", description="OpenAI-compatible face of the mesh.", docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Forebay",
+        version="1",
+        description="OpenAI-compatible face of the mesh.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would point to whatever the Host header says
+    )
     app.add_exception_handler(StatusError, _status_error)
     app.add_exception_handler(HTTPException, _http_error)
     face = Face(gateway)
@@ -204,9 +211,11 @@ async def _status_error(_: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """What the router refuses: 404 and 405."""
     assert isinstance(error, HTTPException)
-    message = {
-        404: f"there is nothing at {request.url.path[:128]!a}: see /openapi.json",
-        405: f"{request.method[:16]} is not for {request.url.path[:128]!a}",
-    }.get(error.status_code, str(error.detail))
-    reason = {404: "UNKNOWN_PATH", 405: "METHOD_NOT_ALLOWED"}.get(error.status_code, "REFUSED")
-    return errors.response(errors.HttpError(error.status_code, message, reason), dict(error.headers or {}))
+    path = request.url.path[:128]
+    if error.status_code == 404:
+        return errors.response(errors.HttpError(404, f"there is nothing at {path!a}: see /openapi.json", "UNKNOWN_PATH"))
+    assert error.status_code == 405, "the router knows no other"
+    methods = set((error.headers or {}).get("Allow", "").split(", "))
+    allowed = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))  # the edge takes HEAD for GET
+    words = f"{request.method[:16]} is not for {path!a}: use {allowed}"
+    return errors.response(errors.HttpError(405, words, "METHOD_NOT_ALLOWED"), {"allow": allowed})

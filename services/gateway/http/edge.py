@@ -1,17 +1,19 @@
 """The outside of every call: its answer's headers, its place among the open calls, and an answer where all else failed.
 
-The client's x-request-id is echoed and is a label only; our own id stands beside it.
+The client's x-request-id is echoed and is a label only; where there is none, the answer gets one to ask us about.
 """
 
+import asyncio
 from contextlib import nullcontext
 from typing import Any
+from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common import log
-from services.common.errors import Code, StatusError, invalid
+from services.common.errors import Code, StatusError, invalid, unavailable
 from services.gateway.gateway import OpenCalls
 from services.gateway.http import errors
 from services.gateway.validator import validate_label
@@ -22,7 +24,7 @@ _log = log.get(__name__)
 class Edge:
     """Middleware: every answer, errors included, carries x-request-id and what the handlers put into `of(request)`.
 
-    What asks for work (POST) counts as an open call until its answer has ended.
+    What asks for work (POST) counts as an open call until its answer has ended. HEAD is GET; the server leaves the body out.
     """
 
     def __init__(self, app: ASGIApp, calls: OpenCalls) -> None:
@@ -33,7 +35,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers: dict[str, str] = {}
+        headers = {"x-request-id": uuid4().hex}
         scope.setdefault("state", {})["answer_headers"] = headers
         started = False
 
@@ -48,18 +50,24 @@ class Edge:
             label = client_id(Headers(scope=scope))
             if label:
                 headers["x-request-id"] = label
+            inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             with self._calls.one() if scope["method"] == "POST" else nullcontext():
-                await self._app(scope, receive, put)
+                await self._app(inner, receive, put)
+        except asyncio.CancelledError:  # the gateway stops and has waited long enough
+            if started:
+                raise
+            stopping = unavailable("the gateway is stopping: try again", reason="STOPPING")
+            await errors.response(stopping)(scope, receive, put)
         except Exception as error:  # a refusal of this place, or our bug: the client gets a typed end, the log gets the trace
             if started:
                 raise  # the server logs it and closes the connection
-            await errors.response(_typed(error, scope))(scope, receive, put)
+            await errors.response(_typed(error, scope, headers["x-request-id"]))(scope, receive, put)
 
 
-def _typed(error: Exception, scope: Scope) -> StatusError:
+def _typed(error: Exception, scope: Scope, request_id: str) -> StatusError:
     if isinstance(error, StatusError):
         return error
-    _log.exception("call_failed", path=scope["path"][:128])
+    _log.exception("call_failed", path=scope["path"][:128], request_id=request_id)
     return StatusError(Code.INTERNAL, "the gateway failed on this request: try again, and report it if it fails again")
 
 

@@ -1,6 +1,7 @@
 """A gateway for tests: both faces on real sockets, a byte-per-token model, real tokens, and a scripted mesh behind it."""
 
 import base64
+import functools
 import itertools
 import json
 import tempfile
@@ -27,6 +28,7 @@ from services.gateway.auth import Authenticator
 from services.gateway.fleet import FleetWatch
 from services.gateway.gateway import Gateway, OpenCalls
 from services.gateway.http.app import create_app
+from services.gateway.http.connection import Connection, ConnectionLimits
 from services.gateway.mesh import Mesh, MeshLimits
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Catalogue, ServedModel
@@ -197,7 +199,8 @@ async def stack(
         grpc_server, _ = make_server(gateway)
         grpc_port = rpc.bind(grpc_server, "127.0.0.1:0")
         await grpc_server.start()
-        http_server = HttpServer(create_app(gateway), "127.0.0.1:0", drain_seconds=1)
+        connection = functools.partial(Connection, ConnectionLimits())
+        http_server = HttpServer(create_app(gateway), "127.0.0.1:0", drain_seconds=1, protocol=connection)
         http_address = f"127.0.0.1:{await http_server.start()}"
         channel = rpc.channel(f"127.0.0.1:{grpc_port}")
         client = httpx.AsyncClient(base_url=f"http://{http_address}", headers={"authorization": make_token()}, timeout=30, trust_env=False)

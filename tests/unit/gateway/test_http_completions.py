@@ -207,10 +207,43 @@ async def test_bodies_of_the_wrong_kind_or_size() -> None:
 
 async def test_the_router_s_refusals_have_the_same_shape() -> None:
     async with stack() as mesh:
-        missing, method = await mesh.http.get("/v2/nothing"), await mesh.http.get(URL)
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_path")
-    assert (method.status_code, method.json()["error"]["code"]) == (405, "method_not_allowed")
-    assert method.headers["allow"] == "POST"
+        for method, path, status, allow in [
+            ("GET", "/v2/nothing", 404, None),
+            ("POST", URL + "/", 404, None),
+            ("HEAD", "/v2/nothing", 404, None),
+            ("GET", URL, 405, "POST"),
+            ("HEAD", URL, 405, "POST"),
+            ("DELETE", "/v1/models/tiny", 405, "GET, HEAD"),
+            ("OPTIONS", "/health", 405, "GET, HEAD"),
+            ("PUT", "/openapi.json", 405, "GET, HEAD"),
+        ]:
+            answer = await mesh.http.request(method, path)
+            assert (answer.status_code, answer.headers.get("allow")) == (status, allow), (method, path)
+            assert answer.headers["content-type"] == "application/json"
+            assert answer.headers["x-request-id"]
+            if method != "HEAD":
+                error = answer.json()["error"]
+                assert (set(error), error["code"]) == (
+                    {"message", "type", "param", "code"},
+                    "unknown_path" if status == 404 else "method_not_allowed",
+                )
+
+
+async def test_head_is_get_without_its_body() -> None:
+    async with stack(play([])) as mesh:
+        paths = ["/health", "/ready", "/v1/models", "/v1/models/tiny", "/v1/models/none", "/openapi.json"]
+        for path in paths:
+            got, head = await mesh.http.get(path), await mesh.http.head(path)
+            assert head.content == b""
+            assert head.status_code == got.status_code
+            for answer in (got, head):
+                for changing in ("date", "x-request-id"):
+                    assert answer.headers.pop(changing)
+            assert head.headers == got.headers
+        document = (await mesh.http.get("/openapi.json")).json()
+        assert {path.replace("{name}", "tiny") for path, methods in document["paths"].items() if "get" in methods} < set(paths)
+        del mesh.http.headers["authorization"]
+        assert (await mesh.http.head("/v1/models")).status_code == 401
 
 
 async def test_the_openapi_document_names_every_route() -> None:
