@@ -90,5 +90,6 @@ async def _only(messages: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -
 async def _end(context: Any, error: StatusError) -> NoReturn:
     try:
         await abort(context, error)
-    except grpc.aio.InternalError:  # the call has ended already: cancelled, or its deadline passed
+    except grpc.aio.InternalError:  # cancelled, or its deadline passed: gRPC ends a cancelled handler quietly
+        _log.debug("call_ended_before_its_error", status=error.code.name)
         raise asyncio.CancelledError from None

@@ -1,15 +1,23 @@
 """What holds at the edge of both faces before a request is looked at: a caller, a place, one typed end."""
 
 import asyncio
-from typing import Any
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
+import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from forebay.v1 import inference_pb2
 from services.common.errors import Code, StatusError, from_rpc
+from services.common.process import HttpServer
 from services.gateway import interceptor
+from services.gateway.gateway import OpenCalls
+from services.gateway.http import edge
 from services.gateway.models import Catalogue
+from services.gateway.server import InferenceService
 from tests.fakes import WorkerCall, play
 from tests.unit.gateway.build import Stack, letters, make_token, stack
 
@@ -66,6 +74,9 @@ async def test_our_own_bug_is_a_typed_end_with_the_client_s_id(monkeypatch: pyte
         monkeypatch.setattr(Catalogue, "list", lambda _: 1 / 0)
         answer = await mesh.http.get("/v1/models", headers={"x-request-id": "mine"})
         assert (answer.status_code, answer.json()["error"]["code"], answer.headers["x-request-id"]) == (500, "internal", "mine")
+        with capture_logs() as logs:
+            answer = await mesh.http.get("/v1/models")
+        assert [entry["request_id"] for entry in logs if entry["event"] == "call_failed"] == [answer.headers["x-request-id"]]
         call = mesh.inference.ListModels(inference_pb2.ListModelsRequest(), metadata=TOKEN)
         assert (await failure_of(call)).code is Code.INTERNAL
 
@@ -80,8 +91,52 @@ async def test_a_message_that_never_comes_is_given_up(monkeypatch: pytest.Monkey
 
 async def test_an_error_that_meets_the_end_of_its_call_is_no_bug_of_ours() -> None:
     class Ended:
+        def invocation_metadata(self) -> None:
+            return None
+
         async def abort(self, *_: object) -> None:
             raise grpc.aio.InternalError("the call has ended")
 
-    with pytest.raises(asyncio.CancelledError):
-        await interceptor._end(Ended(), StatusError(Code.DEADLINE_EXCEEDED, "late"))
+    async def list_models(_: object) -> Any:
+        return grpc.unary_unary_rpc_method_handler(lambda *_: None)
+
+    async with stack() as mesh:
+        details = cast(grpc.HandlerCallDetails, SimpleNamespace(method="/forebay.v1.InferenceService/ListModels"))
+        handler = await interceptor.Edge(mesh.gateway).intercept_service(list_models, details)
+        with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
+            await handler.stream_unary(None, Ended())  # its error is that it has no token
+    assert [(entry["log_level"], entry["event"]) for entry in logs] == [("debug", "call_ended_before_its_error")]
+
+
+async def test_a_deadline_that_passes_as_the_handler_fails_is_no_error_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def until_too_late(service: InferenceService, request: object, context: Any) -> Any:
+        while context.time_remaining() > 0:  # the whole loop waits: gRPC ends the call before Python hears of it
+            pass
+        raise StatusError(Code.NOT_FOUND, "late")
+
+    monkeypatch.setattr(InferenceService, "CountTokens", until_too_late)
+    async with stack() as mesh:
+        with capture_logs() as logs:
+            for _ in range(5):
+                call = mesh.inference.CountTokens(inference_pb2.CountTokensRequest(text="a"), metadata=TOKEN, timeout=0.1)
+                assert (await failure_of(call)).code in (Code.DEADLINE_EXCEEDED, Code.NOT_FOUND)
+    assert {entry["log_level"] for entry in logs} <= {"debug"}
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_what_a_stop_cuts_short_is_told_to_come_back() -> None:
+    begun = asyncio.Event()
+
+    async def hangs(*_: object) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    server = HttpServer(edge.Edge(hangs, OpenCalls()), "127.0.0.1:0", drain_seconds=0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{await server.start()}", trust_env=False) as client:
+        waits = asyncio.create_task(client.post("/v1/completions", json={}))
+        await begun.wait()
+        await server.stop()
+        answer = await waits
+    assert (answer.status_code, answer.json()["error"]["code"], answer.headers["retry-after"]) == (503, "stopping", "1")
