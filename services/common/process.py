@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -17,12 +18,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from services.common.address import split
 
+_OPEN_FILES = 16 << 10
+
 Ready = Callable[[], str | None]
 """None when the process takes work, else the reason why not, for people."""
 
 
 def run(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     """Runs `serve(stop)` on a fresh uvloop. SIGTERM and SIGINT set `stop`; serve drains and returns."""
+    _allow_open_files()
 
     async def main() -> None:
         stop = asyncio.Event()
@@ -32,6 +36,14 @@ def run(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         await serve(stop)
 
     uvloop.run(main())
+
+
+def _allow_open_files() -> None:
+    """Many systems allow a process 1024 open files unless it asks for more: fewer than the connections that it may hold."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def announce(event: str, **facts: object) -> None:

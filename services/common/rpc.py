@@ -36,6 +36,7 @@ _SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # a connection that doesn't speak HTTP/2 by then is closed
 ]
 
 
@@ -45,9 +46,13 @@ def channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=[*_CHANNEL_OPTIONS, *backoff])
 
 
-def server(interceptors: Iterable[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
-    """A server with the mesh's limits; add services, then `add_standard_services`, then a port."""
-    return grpc.aio.server(interceptors=list(interceptors), options=_SERVER_OPTIONS)
+def server(interceptors: Iterable[grpc.aio.ServerInterceptor] = (), *, max_connections: int | None = None) -> grpc.aio.Server:
+    """A server with the mesh's limits; add services, then `add_standard_services`, then a port.
+
+    Connections beyond `max_connections` are closed at once, which clients see as UNAVAILABLE.
+    """
+    bound = [] if max_connections is None else [("grpc.max_allowed_incoming_connections", max_connections)]
+    return grpc.aio.server(interceptors=list(interceptors), options=[*_SERVER_OPTIONS, *bound])
 
 
 def add_standard_services(server: grpc.aio.Server, service_names: Iterable[str], *, internal: bool = False) -> health.aio.HealthServicer:

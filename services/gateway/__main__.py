@@ -36,7 +36,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         parts.push_async_callback(_cancel, watch)
         internal = InternalHttp(settings.internal_address, registry, gateway.why_not_ready)
         parts.push_async_callback(internal.stop)
-        grpc_server, health = make_server(gateway)
+        grpc_server, health = make_server(gateway, settings.max_connections)
         parts.push_async_callback(grpc_server.stop, None)
         http_server = HttpServer(
             create_app(gateway),

@@ -18,7 +18,7 @@ class GatewaySettings(ServiceSettings):
     jwt_audience: str = Field("", description="the `aud` that tokens must carry; empty: any")
     max_tokens_cap: int = Field(32_768, ge=1, description="most tokens that one choice may ask for")
     max_open_calls: int = Field(2048, ge=1, description="calls of both faces that may be open at once; more get UNAVAILABLE (503)")
-    max_connections: int = Field(4096, ge=1, description="connections that the OpenAI face holds open at once; more get 503")
+    max_connections: int = Field(4096, ge=1, description="connections that each face holds open at once; more are refused")
     drain_seconds: float = Field(30.0, ge=0, description="open streams may go on for so long after SIGTERM")
 
     @property

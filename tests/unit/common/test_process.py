@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 
@@ -51,3 +52,17 @@ def test_a_stop_signal_sets_the_event(number: signal.Signals) -> None:
 
     process.run(serve)
     assert ended == [True]
+
+
+@pytest.mark.parametrize(("soft", "hard", "allowed"), [(64, 256, 256), (256, 1 << 20, 1 << 14), (1 << 16, 1 << 20, 1 << 16)])
+def test_a_process_may_open_as_many_files_as_it_may_hold_connections(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, allowed: int
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+
+    async def serve(_: asyncio.Event) -> None:
+        assert limits[-1] == (allowed, hard)
+
+    process.run(serve)

@@ -47,3 +47,24 @@ async def test_a_taken_port_is_named(served) -> None:
     *_, port = served
     with pytest.raises(OSError, match=f"127.0.0.1:{port}"):
         rpc.bind(rpc.server(), f"127.0.0.1:{port}")
+
+
+async def test_one_connection_too_many_is_closed_and_later_ones_are_taken() -> None:
+    server = rpc.server(max_connections=1)
+    rpc.add_standard_services(server, [NAME])
+    port = rpc.bind(server, "127.0.0.1:0")
+    await server.start()
+
+    def own_channel() -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+
+    request = health_pb2.HealthCheckRequest()
+    async with own_channel() as second:
+        async with own_channel() as first:
+            await health_pb2_grpc.HealthStub(first).Check(request)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await health_pb2_grpc.HealthStub(second).Check(request)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            await health_pb2_grpc.HealthStub(first).Check(request)
+        await health_pb2_grpc.HealthStub(second).Check(request, wait_for_ready=True, timeout=20)
+    await server.stop(None)
