@@ -4,6 +4,7 @@ What can't be read as HTTP gets the same error object as everything else. Nothin
 """
 
 import asyncio
+import logging
 import sys
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -37,6 +38,9 @@ class Connection(H11Protocol):
 
     def __init__(self, limits: ConnectionLimits, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
+        # uvicorn's warnings are about what strangers send: they would fill the log at will. Its errors stay.
+        self.logger = self.logger.getChild("connection")
+        self.logger.setLevel(logging.ERROR)
         self._limits = limits
         self._head_clock: asyncio.TimerHandle | None = None
         self._refused = False

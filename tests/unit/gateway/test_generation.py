@@ -15,6 +15,7 @@ from services.common.errors import Code, StatusError
 from services.gateway.generation import Event, Generations
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.text.stream import TextStream
 from tests.fakes import LENGTH, STOP, FakeScheduler, FakeWorker, Script, WorkerCall, play, serving
 from tests.unit.gateway.build import EOS, FAST, generation, letters
 
@@ -130,7 +131,7 @@ async def test_scoring_delivers_prompt_logprobs_and_no_token() -> None:
 
 async def test_our_own_bug_is_a_typed_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with generations(play(letters("abc"))) as (runs, scheduler, _, registry):
-        monkeypatch.setattr("services.gateway.generation._Run._piece", lambda *_: 1 / 0)
+        monkeypatch.setattr(TextStream, "push", lambda *_: 1 / 0)
 
         async def read() -> None:
             async with aclosing(runs.run(generation())) as events:

@@ -209,7 +209,6 @@ async def test_a_failover_is_invisible() -> None:
         await call.fail(Code.UNAVAILABLE)
 
     async with stack(dies, play(letters(text))) as mesh:
-        mesh.scheduler._turn = 0
         chunks = await events_of(mesh, "/v1/chat/completions", CHAT | {"stop": "k b"})
     assert text_of(chunks) == "the quic"
     assert reasons_of(chunks) == [(0, "stop")]

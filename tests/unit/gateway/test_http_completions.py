@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from services.common.errors import Code, unavailable
+from services.gateway import fleet
 from tests.fakes import LENGTH, STOP, WorkerCall, play
 from tests.unit.gateway.build import EOS, MAX_MODEL_LEN, events_of, letters, stack
 
@@ -163,7 +164,7 @@ async def test_models_are_listed_with_their_length() -> None:
         assert answer.json()["error"]["param"] == "model"
 
 
-async def test_ready_means_a_scheduler_answers_and_a_model_can_run() -> None:
+async def test_ready_means_a_scheduler_answers_and_a_model_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async with stack(play([])) as mesh:
         bare = httpx.AsyncClient(base_url=f"http://{mesh.http_address}", trust_env=False)
         assert (await bare.get("/health")).status_code == 200
@@ -179,7 +180,7 @@ async def test_ready_means_a_scheduler_answers_and_a_model_can_run() -> None:
         mesh.scheduler.fleet_error = unavailable("down")
         await mesh.gateway.fleet.look()
         assert (await bare.get("/ready")).status_code == 200  # one missed look is no outage
-        mesh.gateway.fleet._seen_at = -1e9
+        monkeypatch.setattr(fleet, "STALE_SECONDS", -1.0)
         assert (await bare.get("/ready")).status_code == 503
         mesh.gateway.draining = True
         assert (await bare.get("/ready")).json()["reason"] == "draining"
