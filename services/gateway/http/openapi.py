@@ -98,6 +98,7 @@ _ANSWERS = {
     400: "The request can't be honoured; `param` names the field.",
     401: "No valid token.",
     404: "No such model.",
+    408: "The body took longer than 30 s.",
     413: "Larger than 8 MiB.",
     415: "Not JSON.",
     429: "The answer was not read fast enough; see retry-after.",
@@ -134,7 +135,7 @@ _HEADERS = [
 def _post(summary: str, properties: Mapping[str, Schema], required: list[str], headers: list[Schema], *, streams: bool) -> dict[str, Any]:
     schema = {"type": "object", "required": required, "properties": properties}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    codes = (400, 401, 404, 413, 415, 429, 500, 503, 504) if streams else (400, 401, 404, 413, 415, 500)
+    codes = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504) if streams else (400, 401, 404, 408, 413, 415, 500)
     return {
         "summary": summary,
         "responses": _responses(*codes, streams=streams),

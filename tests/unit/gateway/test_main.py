@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.gateway.__main__ import main, serve
 from services.gateway.mesh import Mesh
@@ -75,6 +77,24 @@ async def test_it_comes_up_alone_and_is_ready_when_the_fleet_is(tmp_path: Path, 
         await scheduler.finishes.until_length(1)
     await scheduler.stop()
     await worker.stop()
+
+
+async def test_each_face_holds_so_many_connections_as_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_MAX_CONNECTIONS", "1")
+    async with running(tmp_path, "127.0.0.1:1", monkeypatch) as (announced, _, _), httpx.AsyncClient(trust_env=False) as first:
+        url = f"http://{announced['http_address']}/health"
+        assert (await first.get(url)).status_code == 200
+        async with httpx.AsyncClient(trust_env=False) as second:
+            refused = await second.get(url)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_connections")
+        assert (await first.get(url)).status_code == 200
+        channels = [grpc.aio.insecure_channel(announced["grpc_address"], [("grpc.use_local_subchannel_pool", 1)]) for _ in range(2)]
+        request = health_pb2.HealthCheckRequest()
+        await health_pb2_grpc.HealthStub(channels[0]).Check(request)
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await health_pb2_grpc.HealthStub(channels[1]).Check(request)
+        for channel in channels:
+            await channel.close()
 
 
 async def test_on_stop_open_streams_go_on_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
