@@ -16,6 +16,8 @@ def main() -> None:
         from services.cli.app import run_app
     except ModuleNotFoundError as error:
         sys.exit(f"forebay: the command needs more than the client ({error.name} is missing): pip install 'forebay[cli]'")
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(run_app())
 
 

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from forebay.v1 import inference_pb2, types_pb2
 from services.cli import models, screen
+from services.cli.ask import Answer, Manner, ask
 from services.cli.client import Target, friendly_errors
 from services.cli.home import Home, Running
 from services.cli.mesh import Mesh, Plan
 from services.cli.problem import Problem
-from services.cli.run import Answer, ask
 from services.cli.up import unless, until_signal
 
 _QUESTION = "What is the capital of France?"
@@ -27,7 +27,10 @@ _ANSWER_SECONDS = 60
 
 
 def demo() -> None:
-    """Shows the whole path with a real model, from nothing to an answer and back; exit code 1 if an answer is wrong."""
+    """Starts a mesh, asks it, and stops it.
+
+    One question over gRPC, one over HTTP; exit code 1 if an answer is wrong.
+    """
     plan = Plan((models.default(),), grpc_port=0, http_port=0)
     folder = Path(tempfile.mkdtemp(prefix="forebay-demo-"))
     try:
@@ -77,7 +80,8 @@ async def _ask_grpc(running: Running) -> Answer:
     request.messages.add(role="user", content=_QUESTION)
     target = Target(running.grpc_address, running.token)
     with friendly_errors(target):
-        return await ask(target, request, show=True)
+        await ask(target, request, answer := Answer(), Manner())
+    return answer
 
 
 async def _ask_http(running: Running) -> Answer:

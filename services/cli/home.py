@@ -21,6 +21,8 @@ class Running:
     token: str
     models: tuple[str, ...] = ()
     processes: Mapping[str, int] = field(default_factory=dict)
+    internal_addresses: Mapping[str, str] = field(default_factory=dict)
+    """host:port of /metrics, /health and /ready, by process."""
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,11 @@ class Identity:
     renewed: bool
 
 
-def keys(folder: Annotated[Path | None, typer.Argument(help="Where to keep them. None: where `forebay up` does.")] = None) -> None:
-    """Makes a key, the JWKS file for gateways and a development token, or finds those made before; prints the token."""
+def keys(folder: Annotated[Path | None, typer.Argument(metavar="FOLDER", hidden=True)] = None) -> None:
+    """Prints a development token.
+
+    Its key and the JWKS file for gateways are in FOLDER, made there where there are none; without it, where `forebay up` keeps its own.
+    """
     print(ensure(folder or Home.from_environment().keys).token)
 
 

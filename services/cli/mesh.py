@@ -1,6 +1,7 @@
 """Which processes a mesh on one machine has, in which order they start, and what each needs to know of the others."""
 
 import asyncio
+import errno
 import os
 import socket
 import sys
@@ -14,7 +15,8 @@ from forebay.v1 import inference_pb2, inference_pb2_grpc
 from services.cli import keys, valkey
 from services.cli.home import Home, Running
 from services.cli.models import ModelFiles
-from services.cli.problem import Problem
+from services.cli.options import shown
+from services.cli.problem import Problem, Usage
 from services.cli.supervisor import ChildSpec, Event, Supervisor
 from services.common import rpc
 from services.common.address import join, reachable
@@ -47,11 +49,12 @@ class Mesh:
         self._listener = listener
         self._supervisor = Supervisor(home.logs, listener)
         self._socket: Path | None = None
+        self._internal_addresses: dict[str, str] = {}
 
     async def start(self) -> Running:
         """Starts everything and returns when every model answers. Problem says what stood in the way; call `stop` then, too."""
         for flag, port in (("--grpc-port", self._plan.grpc_port), ("--http-port", self._plan.http_port)):
-            _check_free(self._plan.host, port, flag)
+            await _check_free(self._plan.host, port, flag)
         redis_url = await self._start_valkey()
         identity = self._make_keys()
         scheduler = await self._start("scheduler", {"FOREBAY_LISTEN_ADDRESS": "127.0.0.1:0", "FOREBAY_REDIS_URL": redis_url})
@@ -61,7 +64,9 @@ class Mesh:
         grpc_address, http_address = (reachable(str(gateway[face]), "127.0.0.1") for face in ("grpc_address", "http_address"))
         await self._wait_for_models(grpc_address, identity.token)
         names = tuple(model.name for model in self._plan.models)
-        running = Running(os.getpid(), grpc_address, f"http://{http_address}/v1", identity.token, names, self._supervisor.pids)
+        running = Running(
+            os.getpid(), grpc_address, f"http://{http_address}/v1", identity.token, names, self._supervisor.pids, self._internal_addresses
+        )
         self._home.write(running)
         return running
 
@@ -139,7 +144,10 @@ class Mesh:
         # -P: a folder called services where the person stands must not be taken for ours.
         command = (sys.executable, "-P", "-m", f"services.{service}")
         spec = ChildSpec(name or service, command, {**common, **environment}, pinned, stop_seconds=_DRAIN_SECONDS + 10)
-        return await self._supervisor.start(spec)
+        facts = await self._supervisor.start(spec)
+        # Pinned, so that it holds for the process's restarts, too.
+        self._internal_addresses[spec.name] = str(facts["internal_address"])
+        return facts
 
     async def _wait_for_models(self, grpc_address: str, token: str) -> None:
         """The gateway learns of workers from the scheduler within a second; a mesh is up when it has."""
@@ -182,14 +190,20 @@ async def _all(starts: Iterable[Start]) -> list[Mapping[str, object]]:
     return [task.result() for task in tasks]
 
 
-def _check_free(host: str, port: int, flag: str) -> None:
-    if port == 0:
-        return
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host.strip("[]"), port))
-        except OSError as error:
+async def _check_free(host: str, port: int, flag: str) -> None:
+    """Problem where the gateway couldn't listen there. Port 0 is always free, but not on every host."""
+    try:
+        (family, kind, protocol, _, address), *_ = await asyncio.get_running_loop().getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM
+        )
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        if isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES):
+            state = "is taken" if error.errno == errno.EADDRINUSE else "isn't for everybody"
             raise Problem(
-                f"port {port} on {host} is taken ({error.strerror}): stop what uses it, or pass {flag} with another (0: any free one)"
+                f"port {port} on {host} {state} ({why}): stop what uses it, or pass {flag} with another (0: any free one)"
             ) from error
+        raise Usage(f"--host is {shown(host)}: it must be an address of this machine, such as 127.0.0.1 or 0.0.0.0 ({why})") from error

@@ -8,69 +8,112 @@ import typer
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from services.cli import client
+from services.cli.home import Home
+from services.cli.table import Column, print_table
 
 _TIMEOUT_SECONDS = 10
+_CURRENT_SECONDS = 3.0
+_NO_NUMBER = "-"
 
 
 def ps(as_json: Annotated[bool, typer.Option("--json", help="The fleet as one JSON object.")] = False) -> None:
-    """Shows workers with their state, slots, blocks and memory, and the queue."""
+    """Shows the workers and the queue.
+
+    A narrow terminal gets fewer columns; a pipe or file gets all.
+    """
     target = client.find()
     with client.friendly_errors(target):
         fleet = asyncio.run(_fleet(target))
     if as_json:
-        _print_json(fleet)
+        _print_json(_as_dict(fleet) | _internal_addresses(target))
         return
     screen = Console()
-    table = Table(
-        "worker", "state", "model", "running", "waiting", "blocks", "cached", "busy", "tokens/s", "memory", box=None, pad_edge=False
-    )
-    for worker in fleet.workers:
-        table.add_row(*_worker_row(worker))
-    screen.print(table if fleet.workers else "no workers")
+    if fleet.workers:
+        print_table(_worker_columns(list(fleet.workers)), screen)
+    else:
+        screen.print("no workers")
+    notes = [f"{worker.registration.worker_id}: {worker.not_ready_reason}" for worker in fleet.workers if worker.not_ready_reason]
     for queue in fleet.queues:
         name = types_pb2.LatencyClass.Name(queue.latency_class).removeprefix("LATENCY_CLASS_").lower()
-        screen.print(
-            f"queue {queue.model} {name}: {queue.num_waiting} waiting, the oldest for {queue.oldest_seconds:.1f} s", highlight=False
-        )
+        notes.append(f"queue {queue.model} {name}: {queue.num_waiting} waiting, the oldest for {queue.oldest_seconds:.1f} s")
+    for note in notes:
+        screen.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
 def models(as_json: Annotated[bool, typer.Option("--json", help="The models as one JSON object.")] = False) -> None:
-    """Lists the models that the mesh serves."""
+    """Lists what the mesh serves."""
     target = client.find()
     with client.friendly_errors(target):
         listed = asyncio.run(_models(target))
     if as_json:
-        _print_json(listed)
+        _print_json(_as_dict(listed))
         return
-    table = Table("model", "aliases", "state", "weights", "context", "vocabulary", "version", box=None, pad_edge=False)
-    for model in listed.models:
-        state = "[green]ready[/green]" if model.ready else "[yellow]no worker[/yellow]"
-        table.add_row(
-            model.name, ", ".join(model.aliases), state, model.level, str(model.max_model_len), str(model.vocab_size), model.version
-        )
-    Console().print(table)
+    if listed.models:
+        print_table(_model_columns(list(listed.models)), Console())
+    else:
+        print("no models")
 
 
-def _worker_row(worker: admin_pb2.WorkerState) -> tuple[str, ...]:
+def _model_columns(listed: list[inference_pb2.Model]) -> list[Column]:
+    columns = [
+        Column("model", [escape(model.name) for model in listed]),
+        Column("aliases", [escape(", ".join(model.aliases)) for model in listed]),
+        Column("state", [_colored("green", "ready") if model.ready else _colored("yellow", "no worker") for model in listed]),
+        Column("weights", [model.level for model in listed], rank=1),
+        Column("context", [str(model.max_model_len) for model in listed], rank=2),
+        Column("vocabulary", [str(model.vocab_size) for model in listed], rank=4),
+        Column("version", [model.version for model in listed], rank=3),
+    ]
+    return [column for column in columns if any(column.cells)]
+
+
+def _worker_columns(workers: list[admin_pb2.WorkerState]) -> list[Column]:
+    states = [_colored("green", "ready") if worker.ready else _colored("yellow", "not ready") for worker in workers]
+    rows = [_numbers(worker) for worker in workers]
+    # By what can best be done without: the batch and the cache are what one looks for.
+    ranks = {"slots": 1, "waiting": 5, "blocks": 2, "cached": 7, "busy": 4, "tokens/s": 6, "memory": 3}
+    return [
+        Column("worker", [escape(worker.registration.worker_id) for worker in workers]),
+        Column("state", states),
+        Column("model", [escape(", ".join(model.model for model in worker.registration.models)) for worker in workers]),
+        *(Column(title, [row[title] for row in rows], rank) for title, rank in ranks.items()),
+    ]
+
+
+def _numbers(worker: admin_pb2.WorkerState) -> dict[str, str]:
+    """Cells by title. The last numbers of a worker that is gone are no news: of such a one only the sizes are shown."""
     registration, beat = worker.registration, worker.heartbeat
-    state = "[green]ready[/green]" if worker.ready else f"[yellow]{worker.not_ready_reason or 'not ready'}[/yellow]"
+    current = _is_current(worker)
     num_blocks = sum(model.num_blocks for model in registration.models)
-    return (
-        registration.worker_id,
-        state,
-        ", ".join(model.model for model in registration.models),
-        f"{beat.num_running}/{registration.max_sequences}",
-        str(beat.num_waiting),
-        f"{beat.num_used_blocks}/{num_blocks}",
-        str(beat.num_cached_blocks),
-        f"{beat.utilization:.0%}",
-        f"{beat.tokens_per_second:.0f}",
-        f"{beat.memory_used_bytes / 2**30:.1f}/{beat.memory_total_bytes / 2**30:.1f} GiB",
-    )
+    return {
+        "slots": f"{beat.num_running if current else _NO_NUMBER}/{registration.max_sequences}",
+        "waiting": str(beat.num_waiting) if current else _NO_NUMBER,
+        "blocks": f"{beat.num_used_blocks if current else _NO_NUMBER}/{num_blocks}",
+        "cached": str(beat.num_cached_blocks) if current else _NO_NUMBER,
+        "busy": f"{beat.utilization:.0%}" if current else _NO_NUMBER,
+        "tokens/s": f"{beat.tokens_per_second:.0f}" if current else _NO_NUMBER,
+        "memory": f"{beat.memory_used_bytes / 2**30:.1f}/{beat.memory_total_bytes / 2**30:.1f} GiB" if current else _NO_NUMBER,
+    }
+
+
+def _is_current(worker: admin_pb2.WorkerState) -> bool:
+    """Whether its heartbeat tells of now: it takes work, or has just said itself why it doesn't."""
+    said_why = worker.heartbeat.draining or not worker.heartbeat.healthy
+    return worker.ready or (worker.HasField("heartbeat") and said_why and worker.heartbeat_age_seconds <= _CURRENT_SECONDS)
+
+
+def _colored(color: str, words: str) -> str:
+    return f"[{color}]{words}[/{color}]"
+
+
+def _internal_addresses(target: client.Target) -> dict[str, object]:
+    """Where /metrics is, by process, if it is the mesh that was started here; no other tells."""
+    running = Home.from_environment().read()
+    return {"internal_addresses": running.internal_addresses} if running and running.grpc_address == target.address else {}
 
 
 async def _fleet(target: client.Target) -> admin_pb2.GetFleetResponse:
@@ -85,6 +128,9 @@ async def _models(target: client.Target) -> inference_pb2.ListModelsResponse:
         return await stub.ListModels(inference_pb2.ListModelsRequest(), metadata=target.metadata, timeout=_TIMEOUT_SECONDS)
 
 
-def _print_json(message: Message) -> None:
-    fields = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+def _as_dict(message: Message) -> dict[str, object]:
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def _print_json(fields: dict[str, object]) -> None:
     print(json.dumps(fields, ensure_ascii=False))

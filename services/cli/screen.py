@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from services.cli.home import Running
@@ -93,11 +94,12 @@ def json_listener() -> Callable[[Event], None]:
 
 def print_box(console: Console, running: Running) -> None:
     """The addresses and the token, then lines that work when pasted (never wrapped)."""
-    facts = Text.assemble(
-        ("gRPC    ", "bold"), running.grpc_address, "\n",
-        ("HTTP    ", "bold"), running.http_base_url, "\n",
-        ("models  ", "bold"), ", ".join(running.models),
-    )  # fmt: skip
+    metrics = ", ".join(f"{address} ({name})" for name, address in running.internal_addresses.items())
+    facts = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("gRPC", running.grpc_address), ("HTTP", running.http_base_url), ("models", ", ".join(running.models)), ("metrics", metrics)
+    ):  # fmt: skip
+        facts.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
     console.print(Panel(facts, title="Forebay is up", border_style="green", expand=False))
     for title, line in (("token", running.token), ("curl", curl_line(running)), ("Python", python_line(running))):
         console.print(f"[bold]{title}[/bold]")
@@ -108,7 +110,8 @@ def print_box(console: Console, running: Running) -> None:
 
 def curl_line(running: Running) -> str:
     """A chat completion by curl, ready to paste."""
-    body = {"model": running.models[0], "messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"model": running.models[0], "messages": messages, "max_tokens": 32, "temperature": 0}
     return (
         f"curl -sS {running.http_base_url}/chat/completions -H 'Authorization: Bearer {running.token}' "
         f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
@@ -119,7 +122,7 @@ def python_line(running: Running) -> str:
     """The same by the openai package, as a shell line."""
     code = (
         f"from openai import OpenAI; c = OpenAI(base_url='{running.http_base_url}', api_key='{running.token}'); "
-        f"print(c.chat.completions.create(model='{running.models[0]}', max_tokens=32, "
+        f"print(c.chat.completions.create(model='{running.models[0]}', max_tokens=32, temperature=0, "
         "messages=[dict(role='user', content='What is the capital of France?')]).choices[0].message.content)"
     )
     return f'{sys.executable} -c "{code}"'

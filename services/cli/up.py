@@ -14,23 +14,45 @@ from rich.console import Console
 from services.cli import models, screen
 from services.cli.home import Home
 from services.cli.mesh import Mesh, Plan
+from services.cli.options import choice, memory, text, whole
+from services.common.settings import LOG_LEVELS
 
 Result = TypeVar("Result")
 
 
 def up(
     model: Annotated[
-        list[str] | None, typer.Option("--model", "-m", help="GGUF file, model folder or hub name, with =ALIAS behind. May be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            parser=text("--model"),
+            metavar="MODEL",
+            help="GGUF file, model folder or hub name, with =ALIAS behind. May be repeated. Left out: a small default model.",
+        ),
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", "-w", min=1, max=64, help="Workers per model.")] = 1,
-    host: Annotated[str, typer.Option(help="Where the gateway listens; 0.0.0.0 opens it to the network.")] = "127.0.0.1",
-    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 50051,
-    http_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
-    kv_memory: Annotated[str | None, typer.Option(help="Cache memory per worker, 512MB say. None: the worker decides.")] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    workers: Annotated[int, typer.Option("--workers", "-w", parser=whole("--workers", 1, 64), metavar="N", help="Workers per model.")] = 1,
+    host: Annotated[
+        str,
+        typer.Option(parser=text("--host"), metavar="ADDRESS", help="Where the gateway listens; 0.0.0.0 opens it to the network."),
+    ] = "127.0.0.1",
+    grpc_port: Annotated[int, typer.Option(parser=whole("--grpc-port", 0, 65535), metavar="PORT", help="0: any free one.")] = 50051,
+    http_port: Annotated[int, typer.Option(parser=whole("--http-port", 0, 65535), metavar="PORT", help="0: any free one.")] = 8000,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            parser=memory("--kv-memory"), metavar="SIZE", help="Cache memory per worker, such as 512MB. Left out: the worker's default."
+        ),
+    ] = None,
+    log_level: Annotated[
+        str, typer.Option(parser=choice("--log-level", LOG_LEVELS), metavar="LEVEL", help="debug, info, warning or error.")
+    ] = "info",
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of a screen: one per event, `up` when it is up.")] = False,
 ) -> None:
-    """Starts Valkey, a scheduler, workers and a gateway, and keeps them running."""
+    """Starts a mesh and keeps it up until Ctrl-C.
+
+    Its processes are Valkey, a scheduler, workers and a gateway.
+    """
     plan = Plan(tuple(models.find_all(model or [])), workers, host, grpc_port, http_port, kv_memory, log_level)
     asyncio.run(_keep_up(plan, Home.from_environment(), as_json))
 

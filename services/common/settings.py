@@ -29,12 +29,15 @@ HostPorts = Annotated[str, AfterValidator(_host_ports)]
 """One or more, separated by commas; `listed` takes them apart."""
 
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
 class ServiceSettings(BaseSettings):
     """What every service has. A field `x_y` is the variable FOREBAY_X_Y."""
 
     model_config = SettingsConfigDict(env_prefix="FOREBAY_", frozen=True, extra="ignore")
 
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
+    log_level: str = Field("info", pattern=f"^({'|'.join(LOG_LEVELS)})$", description="debug, info, warning or error")
     internal_address: HostPort = Field("127.0.0.1:0", description="host:port of /metrics, /health and /ready; keep it off public networks")
 
 

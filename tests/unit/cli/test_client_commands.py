@@ -1,83 +1,18 @@
 """`run`, `ps` and `models` against a gateway in this process: what they send, what they print."""
 
-import asyncio
 import json
-import threading
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+import os
+from pathlib import Path
 
-import grpc
 import pytest
 from typer.testing import CliRunner
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, scheduler_pb2, types_pb2
+from forebay.v1 import types_pb2
+from services.cli import client
 from services.cli.app import app
-from services.cli.problem import Problem
-from services.common import rpc
-
-
-class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminServiceServicer):
-    """Answers with fixed words and keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[inference_pb2.ChatRequest] = []
-        self.tokens: list[Any] = []
-
-    async def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> AsyncIterator[inference_pb2.ChatResponse]:  # type: ignore[override]
-        self.asked.append(request)
-        self.tokens.append(dict(context.invocation_metadata())["authorization"])
-        if request.messages[-1].content == "refuse":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
-        if request.model == "none":
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no model is called none: see ListModels")
-        yield inference_pb2.ChatResponse(started=inference_pb2.Started(request_id="r-1", model="tiny@fp32", seed=9, system_fingerprint="f"))
-        for position, text in enumerate(("Par", "is")):
-            yield inference_pb2.ChatResponse(delta=inference_pb2.Delta(text=text, token_ids=[position], first_position=position))
-        usage = types_pb2.Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=1)
-        finished = inference_pb2.Finished(reasons=[types_pb2.FINISH_REASON_STOP], usage=usage)
-        yield inference_pb2.ChatResponse(finished=finished)
-
-    async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:  # type: ignore[override]
-        model = inference_pb2.Model(name="tiny", aliases=["chat"], level="fp32", max_model_len=2048, version="00ff", ready=True)
-        return inference_pb2.ListModelsResponse(models=[model])
-
-    async def GetFleet(self, request: Any, context: Any) -> admin_pb2.GetFleetResponse:  # type: ignore[override]
-        registration = scheduler_pb2.Register(worker_id="worker-1", max_sequences=32)
-        registration.models.add(model="tiny@fp32", num_blocks=100)
-        beat = scheduler_pb2.Heartbeat(num_running=3, num_used_blocks=40, utilization=0.5)
-        worker = admin_pb2.WorkerState(registration=registration, heartbeat=beat, ready=True)
-        queue = admin_pb2.QueueDepth(model="tiny@fp32", latency_class=types_pb2.LATENCY_CLASS_BATCH, num_waiting=4, oldest_seconds=2)
-        return admin_pb2.GetFleetResponse(workers=[worker], queues=[queue])
-
-
-@pytest.fixture
-def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
-    """Serves from a thread of its own: the commands bring their own event loop."""
-    gateway, started, loop = Gateway(), threading.Event(), asyncio.new_event_loop()
-    stop = asyncio.Event()
-    address = ""
-
-    async def serve() -> None:
-        nonlocal address
-        server = rpc.server()
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(gateway, server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(gateway, server)
-        address = f"127.0.0.1:{rpc.bind(server, '127.0.0.1:0')}"
-        await server.start()
-        started.set()
-        await stop.wait()
-        await server.stop(None)
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    started.wait()
-    monkeypatch.setenv("FOREBAY_ADDRESS", address)
-    monkeypatch.setenv("FOREBAY_TOKEN", "secret")
-    monkeypatch.setenv("COLUMNS", "200")
-    yield gateway
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
-    loop.close()
+from services.cli.home import Home, Running
+from services.cli.problem import Problem, Usage
+from tests.unit.cli.gateway import Gateway
 
 
 def _run(*arguments: str, text: str | None = None) -> str:
@@ -92,8 +27,50 @@ def test_run_sends_what_was_asked_and_nothing_else(gateway: Gateway) -> None:
     (request,) = gateway.asked
     assert [(message.role, message.content) for message in request.messages] == [("system", "Be brief."), ("user", "Capital of France?")]
     assert request.latency_class == types_pb2.LATENCY_CLASS_BATCH
-    assert {field.name for field, _ in request.sampling.ListFields()} == {"temperature", "seed"}
+    assert {field.name: value for field, value in request.sampling.ListFields()} == {"temperature": 0, "seed": 3, "max_tokens": 512}
     assert gateway.tokens == ["Bearer secret"]
+
+
+@pytest.mark.parametrize(("options", "sent"), [((), 512), (("--max-tokens", "7"), 7), (("--max-tokens", "0"), None)])
+def test_an_answer_is_limited_unless_it_is_told_not_to_be(gateway: Gateway, options: tuple[str, ...], sent: int | None) -> None:
+    _run("run", *options, "Hello")
+    (request,) = gateway.asked
+    assert (request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None) == sent
+    assert request.sampling.temperature == pytest.approx(0.2)
+
+
+def test_the_limit_that_nobody_asked_for_gives_way_to_the_context(gateway: Gateway) -> None:
+    assert _run("run", "little room") == "Paris\n"
+    assert [request.sampling.HasField("max_tokens") for request in gateway.asked] == [True, False]
+    with pytest.raises(Problem, match="max_tokens is 512: there is room for 100"):
+        _run("run", "--max-tokens", "512", "little room")
+
+
+def test_an_answer_that_this_limit_cut_says_so(gateway: Gateway) -> None:
+    result = CliRunner().invoke(app, ["run", "long"])
+    assert (result.stdout, result.stderr) == ("Paris\n", "(cut at 2 tokens: --max-tokens takes another limit, 0 for none)\n")
+    assert CliRunner().invoke(app, ["run", "--max-tokens", "2", "long"]).stderr == ""
+
+
+def test_what_is_piped_in_is_the_prompt(gateway: Gateway) -> None:
+    assert _run("run", text="Capital of\nFrance?\n") == "Paris\n"
+    assert gateway.asked[0].messages[0].content == "Capital of\nFrance?\n"
+    with pytest.raises(Usage, match="the prompt is empty"):
+        _run("run", text="")
+
+
+def test_facts_are_never_wrapped(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    first, second, third = CliRunner().invoke(app, ["run", "-v", "Hello"]).stderr.splitlines()
+    assert first.startswith("time to first token")
+    assert second == "5 prompt tokens (1 cached), 2 generated"
+    assert third == "request r-1, model tiny@fp32, seed 9, fingerprint f"
+
+
+def test_an_error_starts_on_a_line_of_its_own(gateway: Gateway) -> None:
+    result = CliRunner().invoke(app, ["run", "break"])
+    assert result.stdout == "Once upon\n"
+    assert str(result.exception) == "DEADLINE_EXCEEDED: too late"
 
 
 def test_run_json(gateway: Gateway) -> None:
@@ -103,33 +80,37 @@ def test_run_json(gateway: Gateway) -> None:
     assert (answer["request_id"], answer["finish_reason"], answer["seed"]) == ("r-1", "stop", 9)
 
 
-def test_a_chat_remembers_until_it_is_told_to_forget(gateway: Gateway) -> None:
-    _run("run", "--system", "Be brief.", text="one\n\ntwo\n/clear\nthree\n")
-    said = [[message.content for message in request.messages] for request in gateway.asked]
-    assert said == [["Be brief.", "one"], ["Be brief.", "one", "Paris", "two"], ["Be brief.", "three"]]
-
-
-def test_a_chat_goes_on_after_a_refusal(gateway: Gateway) -> None:
-    result = CliRunner().invoke(app, ["run"], input="one\nrefuse\ntwo\n")
-    assert (result.exit_code, result.stderr) == (0, "forebay: INVALID_ARGUMENT: no\n")
-    assert [message.content for message in gateway.asked[-1].messages] == ["one", "Paris", "two"]
-
-
 def test_a_refusal_is_a_problem(gateway: Gateway) -> None:
     with pytest.raises(Problem, match="NOT_FOUND: no model is called none"):
         _run("run", "--model", "none", "Hello")
 
 
-def test_ps(gateway: Gateway) -> None:
-    out = _run("ps")
-    for cell in ("worker-1", "ready", "3/32", "40/100", "50%", "queue tiny@fp32 batch: 4 waiting, the oldest for 2.0 s"):
-        assert cell in out
-    (worker,) = json.loads(_run("ps", "--json"))["workers"]
-    assert worker["heartbeat"]["num_running"] == 3
+def test_ps(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")  # of no account in a pipe
+    title, first, second, *notes = _run("ps").splitlines()
+    assert title.split() == ["worker", "state", "model", "slots", "waiting", "blocks", "cached", "busy", "tokens/s", "memory"]
+    assert first.split() == ["worker-1", "ready", "tiny@fp32", "3/32", "0", "40/100", "0", "50%", "0", "0.0/0.0", "GiB"]
+    assert second.split() == ["worker-2", "not", "ready", "tiny@fp32", "-/32", "-", "-/100", "-", "-", "-", "-"], "old numbers are no news"
+    assert notes == ["worker-2: its stream ended 0 s ago", "queue tiny@fp32 batch: 4 waiting, the oldest for 2.0 s"]
+
+
+def test_ps_json_tells_where_metrics_are_of_the_mesh_that_runs_here(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FOREBAY_HOME", str(tmp_path))
+    fleet = json.loads(_run("ps", "--json"))
+    assert fleet["workers"][0]["heartbeat"]["num_running"] == 3
+    assert "internal_addresses" not in fleet
+    home = Home.from_environment()
+    home.make()
+    addresses = {"gateway": "127.0.0.1:7"}
+    with home.lock():
+        home.write(Running(os.getpid(), client.find().address, "http://127.0.0.1:1/v1", "t", internal_addresses=addresses))
+        assert json.loads(_run("ps", "--json"))["internal_addresses"] == addresses
 
 
 def test_models(gateway: Gateway) -> None:
-    out = _run("models")
-    for cell in ("tiny", "chat", "ready", "fp32", "2048", "00ff"):
-        assert cell in out
+    title, row = _run("models").splitlines()
+    assert title.split() == ["model", "aliases", "state", "weights", "context", "vocabulary", "version"]
+    assert row.split() == ["tiny", "chat", "ready", "fp32", "2048", "0", "00ff"]
     assert json.loads(_run("models", "--json"))["models"][0]["aliases"] == ["chat"]

@@ -11,7 +11,7 @@ from services.cli import mesh as mesh_module
 from services.cli.home import Home
 from services.cli.mesh import Mesh, Plan
 from services.cli.models import ModelFiles
-from services.cli.problem import Problem
+from services.cli.problem import Problem, Usage
 from services.cli.supervisor import ChildSpec, Event
 
 MODELS = (ModelFiles(Path("/m/a.gguf"), "a", ("chat",)), ModelFiles(Path("/m/b"), "b"))
@@ -27,7 +27,12 @@ class Recorder:
 
     async def start(self, spec: ChildSpec) -> Mapping[str, object]:
         self.specs.append(spec)
-        return {"address": "127.0.0.1:1", "grpc_address": "0.0.0.0:2", "http_address": "[::]:3"}
+        return {
+            "address": "127.0.0.1:1",
+            "grpc_address": "0.0.0.0:2",
+            "http_address": "[::]:3",
+            "internal_address": f"127.0.0.1:1{len(self.specs)}",
+        }
 
     async def stop(self) -> None:
         pass
@@ -45,11 +50,15 @@ async def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Ch
     monkeypatch.setattr(Mesh, "_wait_for_models", no_wait)
     home = Home(tmp_path)
     home.make()
-    mesh = Mesh(Plan(MODELS, workers=2, host="::", grpc_port=0, http_port=0, kv_memory="64MB"), home, lambda _: None)
+    mesh = Mesh(Plan(MODELS, workers=2, host="0.0.0.0", grpc_port=0, http_port=0, kv_memory="64MB"), home, lambda _: None)
     with home.lock():
         running = await mesh.start()
         assert home.read() == running
     assert (running.grpc_address, running.http_base_url) == ("127.0.0.1:2", "http://127.0.0.1:3/v1")
+    assert running.internal_addresses == {f"worker-{number}": f"127.0.0.1:1{number + 2}" for number in (1, 2, 3, 4)} | {
+        "scheduler": "127.0.0.1:12",
+        "gateway": "127.0.0.1:17",
+    }
     await mesh.stop()
     assert home.read() is None
     return {spec.name: spec for spec in recorder.specs}
@@ -70,7 +79,7 @@ def test_workers_share_models_and_cores(specs: dict[str, ChildSpec]) -> None:
 def test_the_gateway_knows_models_aliases_and_keys(specs: dict[str, ChildSpec]) -> None:
     environment = specs["gateway"].environment
     assert environment["FOREBAY_MODELS"] == "/m/a.gguf=a|chat,/m/b=b"
-    assert environment["FOREBAY_GRPC_ADDRESS"] == "[::]:0"
+    assert environment["FOREBAY_GRPC_ADDRESS"] == "0.0.0.0:0"
     assert Path(environment["FOREBAY_JWKS_FILE"]).exists()
     assert "FOREBAY_REDIS_URL" not in environment
 
@@ -94,4 +103,12 @@ async def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> N
         mesh = Mesh(Plan(MODELS, http_port=port, grpc_port=0), Home(tmp_path), events.append)
         with pytest.raises(Problem, match=rf"port {port} on 127\.0\.0\.1 is taken.*--http-port"):
             await mesh.start()
+    assert events == []
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid", "a b", "x" * 70])
+async def test_a_host_that_is_not_here_is_named_before_anything_starts(tmp_path: Path, host: str) -> None:
+    events: list[Event] = []
+    with pytest.raises(Usage, match=rf"--host is {host}: it must be an address of this machine"):
+        await Mesh(Plan(MODELS, host=host, http_port=0, grpc_port=0), Home(tmp_path), events.append).start()
     assert events == []

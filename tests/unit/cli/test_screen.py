@@ -3,6 +3,7 @@
 import io
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -21,17 +22,27 @@ def test_lines_to_paste_are_never_wrapped(capsys: pytest.CaptureFixture[str]) ->
         assert line in printed
 
 
+def test_the_box_tells_where_everything_is() -> None:
+    running = replace(RUNNING, internal_addresses={"gateway": "127.0.0.1:40001", "worker-1": "127.0.0.1:40002"})
+    out = io.StringIO()
+    screen.print_box(Console(file=out, width=100), running)
+    assert "metrics  127.0.0.1:40001 (gateway), 127.0.0.1:40002 (worker-1)" in out.getvalue()
+    assert "HTTP     http://127.0.0.1:8000/v1" in out.getvalue()
+
+
 def test_the_curl_line_is_a_shell_line_with_json_in_it() -> None:
     words = shlex.split(screen.curl_line(RUNNING))
     assert words[0] == "curl"
     assert f"Authorization: Bearer {RUNNING.token}" in words
-    assert json.loads(words[-1])["model"] == "tiny"
+    body = json.loads(words[-1])
+    assert (body["model"], body["temperature"]) == ("tiny", 0)
 
 
 def test_the_python_line_is_python() -> None:
     _, option, code = shlex.split(screen.python_line(RUNNING))
     assert option == "-c"
     compile(code, "line", "exec")
+    assert "temperature=0" in code
 
 
 def test_in_a_pipe_each_step_is_one_line() -> None:
