@@ -39,7 +39,10 @@ demo: setup ## Start a mesh, ask a real model over gRPC and HTTP, stop
 	@$(BIN)/forebay demo
 
 up: setup ## Keep a mesh running until Ctrl-C (ARGS='--workers 2', say)
-	@$(BIN)/forebay up $(ARGS)
+	@if [ ! -t 0 ]; then exec $(BIN)/forebay up $(ARGS); fi
+	# At a terminal a job of its own: Ctrl-C is for forebay alone, for make ends with an error by one. Deathwatch: it must not outlive this shell.
+	set -m
+	$(BIN)/python services/cli/deathwatch.py $$$$ $(BIN)/forebay up $(ARGS) || exit
 
 test: setup ## Every test that needs only Python and make
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
@@ -63,7 +66,7 @@ format: setup ## Format the source
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 define GENERATE
-PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) $(PROTOS)
+PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
 endef
 
 proto: setup ## Regenerate the committed stubs from the .proto files

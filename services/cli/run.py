@@ -80,8 +80,9 @@ def run(
 
 
 def _standard_input() -> str:
+    """All of it but its last line breaks, which are `echo`'s, not the question's: they change a small model's answer."""
     try:
-        return utf8(sys.stdin.read() if sys.stdin is not None else "", "standard input")
+        return utf8(sys.stdin.read() if sys.stdin is not None else "", "standard input").rstrip("\r\n")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise Usage(

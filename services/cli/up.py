@@ -73,7 +73,8 @@ async def _keep_up(plan: Plan, home: Home, as_json: bool) -> None:
                 screen.print_box(console, running)
             await stopped.wait()
             if not as_json:
-                console.print("stopping: streams in flight may end first; Ctrl-C again ends them at once")
+                behind_ctrl_c = "\n" if console.is_terminal else ""
+                console.print(f"{behind_ctrl_c}stopping: streams in flight may end first; Ctrl-C again ends them at once")
 
 
 async def unless(stopped: asyncio.Event, work: Coroutine[object, object, Result]) -> Result:

@@ -3,9 +3,13 @@
 import json
 import subprocess
 
+import httpx
+import pytest
+
 from services.cli import screen
 from services.cli.home import Home
-from tests.e2e.mesh import Mesh
+from tests.e2e.mesh import FOREBAY, Mesh
+from tests.unit.cli.terminal import CTRL_C, CTRL_D, Terminal
 
 
 def test_run_prints_the_answer_alone(mesh: Mesh) -> None:
@@ -29,17 +33,36 @@ def test_run_json(mesh: Mesh) -> None:
     assert answer["finish_reason"] in ("stop", "length")
 
 
-def test_a_chat_goes_on_until_the_end_of_input(mesh: Mesh) -> None:
-    done = mesh.forebay("run", "--temperature", "0", "--max-tokens", "16", text="What is the capital of France?\n/clear\nHello\n")
+def test_a_question_may_come_through_a_pipe(mesh: Mesh) -> None:
+    done = mesh.forebay("run", "--temperature", "0", "--max-tokens", "16", text="What is the capital of France?\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Paris" in done.stdout
 
 
+def test_a_chat_goes_on_after_an_answer_is_cut(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_HOME", str(mesh.home))
+    with Terminal(*FOREBAY, "run", "--temperature", "0") as terminal:
+        terminal.expect("> ")
+        terminal.keys("Count from one to a thousand.\n")
+        terminal.expect("\n")  # the echo
+        terminal.expect(" ")
+        terminal.keys(CTRL_C)
+        terminal.expect("\n> ")
+        mesh.wait_until_idle()
+        terminal.keys("/clear\n")
+        terminal.expect("\n> ")
+        terminal.keys("What is the capital of France?\n")
+        terminal.expect("Paris")
+        terminal.expect("\n> ")
+        terminal.keys(CTRL_D)
+        assert terminal.exit_code() == 0
+
+
 def test_a_refusal_is_one_line(mesh: Mesh) -> None:
-    done = mesh.forebay("run", "--temperature", "1000", "Hello")
+    done = mesh.forebay("run", "--max-tokens", "1000000", "Hello")
     assert done.returncode == 1
     assert done.stderr.startswith("forebay: INVALID_ARGUMENT")
-    assert "temperature" in done.stderr
+    assert "max_tokens" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -48,6 +71,9 @@ def test_ps(mesh: Mesh) -> None:
     assert worker["registration"]["worker_id"] == "worker-1"
     assert worker["ready"]
     assert worker["heartbeat"]["memory_total_bytes"] != "0"
+    for address in mesh.fleet()["internal_addresses"].values():
+        assert httpx.get(f"http://{address}/metrics").is_success
+    assert set(mesh.fleet()["internal_addresses"]) == {"scheduler", "worker-1", "gateway"}
     table = mesh.forebay("ps").stdout
     assert "worker-1" in table
     assert "ready" in table

@@ -54,7 +54,7 @@ def test_an_answer_that_this_limit_cut_says_so(gateway: Gateway) -> None:
 
 def test_what_is_piped_in_is_the_prompt(gateway: Gateway) -> None:
     assert _run("run", text="Capital of\nFrance?\n") == "Paris\n"
-    assert gateway.asked[0].messages[0].content == "Capital of\nFrance?\n"
+    assert gateway.asked[0].messages[0].content == "Capital of\nFrance?"
     with pytest.raises(Usage, match="the prompt is empty"):
         _run("run", text="")
 

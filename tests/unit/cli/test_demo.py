@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from services.cli import demo
 from services.cli.app import app
+from services.cli.ask import Answer
 from services.cli.home import Running
 from services.cli.problem import Problem
-from services.cli.run import Answer
 
 
 class NoMesh:
