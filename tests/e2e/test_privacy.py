@@ -12,7 +12,7 @@ _CANARY = "xylophone-7319-canary"
 
 def test_logs_hold_no_prompt_no_answer_no_token_no_key(mesh: Mesh) -> None:
     answer = json.loads(mesh.forebay("run", "--json", "--max-tokens", "12", "--temperature", "0", f"Say: {_CANARY}").stdout)
-    assert mesh.forebay("run", "--temperature", "-1", _CANARY).returncode == 1
+    assert mesh.forebay("run", "--model", "not-served", _CANARY).returncode == 1
     mesh.wait_until_idle()
     key = (mesh.home / "keys" / "ed25519.pem").read_text().splitlines()[1]
     logs = "".join(path.read_text(errors="replace") for path in (mesh.home / "logs").glob("*.log"))

@@ -90,7 +90,6 @@ def dies_after(num_tokens: int, ids: list[int], how: Code = Code.UNAVAILABLE) ->
 async def test_a_lost_worker_costs_no_token(how: Code) -> None:
     ids = list(range(10, 20))
     async with fleet(dies_after(3, ids, how), play(ids)) as (mesh, scheduler, workers):
-        scheduler._turn = 0
         _, events = await run(mesh)
         assert ids_of(events) == ids
         assert [place.lost_epoch for place in scheduler.places] == sorted(place.lost_epoch for place in scheduler.places)
