@@ -90,6 +90,9 @@ class ToyRunner:
         self._holds = lambda _: False
         self._released.set()
 
+    def copy(self, batch: Batch) -> None:
+        """Its tokens depend on no block."""
+
     def execute(self, batch: Batch) -> list[SpanResult]:
         if self._holds(batch):
             self.held.set()
