@@ -110,4 +110,5 @@ def fake_engine(
         model=model,
         before_execute=before_execute,
     )
-    return Engine(runner, config, vocab_size=vocab_size, eos_token_ids=eos_token_ids, model_version=model)
+    # No time passes: copies always pay.
+    return Engine(runner, config, vocab_size=vocab_size, eos_token_ids=eos_token_ids, model_version=model, clock=lambda: 0.0)

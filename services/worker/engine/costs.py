@@ -39,10 +39,10 @@ class Costs:
             self.prefill.record(num_tokens, seconds)
 
     def copying_pays(self, block_size: int) -> bool:
-        """Whether a block comes back from the host sooner than its tokens are computed anew; True until both are measured.
+        """Whether a block is back from the host as soon as its tokens would be computed anew; True until both are measured.
 
         Both grow with the number of blocks, so that it doesn't matter. Copies to the host go on being measured where it is False.
         """
         if self.copy.per_unit is None or self.prefill.per_unit is None:
             return True
-        return self.copy.per_unit < self.prefill.per_unit * block_size
+        return self.copy.per_unit <= self.prefill.per_unit * block_size
