@@ -18,7 +18,7 @@ class HostCache:
     def __init__(self, tensors: Sequence[Tensor], num_slots: int) -> None:
         self._device = tensors[0].device
         # As bytes: no format is read or rounded.
-        self._pages = [tensor.view(torch.uint8).flatten(1) for tensor in tensors]  # [num_blocks, bytes]
+        self._pages = [tensor.view(torch.uint8).view(len(tensor), -1) for tensor in tensors]  # [num_blocks, bytes]
         pinned = self._device.type == "cuda" and num_slots > 0
         self._slots = [torch.empty(num_slots, pages.shape[1], dtype=torch.uint8, pin_memory=pinned) for pages in self._pages]
 
