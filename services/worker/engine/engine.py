@@ -1,6 +1,7 @@
-"""The engine: token ids in, token ids out. One thread calls it; it knows no text, no network and no clock of its own."""
+"""The engine: token ids in, token ids out. One thread calls it; it knows no text and no network."""
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,9 @@ from services.worker.engine.request import (
     TokenOutput,
     check,
 )
+from services.worker.engine.speculation.speculator import SpeculationCounters, Speculator
+from services.worker.engine.speculation.suffix_drafter import SuffixDrafter
+from services.worker.engine.verification import RULES
 
 __all__ = [
     "Engine",
@@ -58,12 +62,16 @@ class EngineStats:
     num_computed_tokens: int  # prompt and output, recomputation included
     num_generated_tokens: int
     num_preemptions: int
+    num_drafts: int  # spans with a draft
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 class Engine:
     """A model, its cache and the requests on it.
 
-    `max_model_len` bounds prompt plus output of a choice; None: what the cache holds.
+    `max_model_len` bounds prompt plus output of a choice; None: what the cache holds. `speculator` decides on drafts; None: as the
+    configuration says, with lookups in the sequence's own past. `clock`, in seconds, times the steps for it.
     """
 
     def __init__(
@@ -75,14 +83,18 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         max_model_len: int | None = None,
         model_version: str = "",
+        speculator: Speculator | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len or config.max_model_len or config.num_blocks * config.block_size
         self.model_version = model_version
         self.runner = runner
+        self.speculator = speculator or (Speculator(SuffixDrafter(), config.speculation) if config.speculation else None)
+        self._clock = clock
         ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]  # some configs name tokens that the weights lack
-        self.batcher = Batcher(config, self.max_model_len, ends, model_version, kv_format=config.dtype)
+        self.batcher = Batcher(config, self.max_model_len, ends, model_version, config.dtype, self.speculator)
 
     @classmethod
     def from_path(cls, path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> "Engine":
@@ -93,7 +105,7 @@ class Engine:
         model = load(Path(path), dtype=dtype, device=config.device, progress=progress)
         kv = KVCache(model.config, config.num_blocks, config.block_size, dtype, model.device)
         return cls(
-            ModelRunner(model, kv),
+            ModelRunner(model, kv, RULES[config.verification]),
             config,
             vocab_size=model.config.vocab_size,
             eos_token_ids=model.config.eos_token_ids,
@@ -124,7 +136,10 @@ class Engine:
         request with FinishReason.ERROR instead.
         """
         batch = self.batcher.schedule(now)
+        started = self._clock()
         batch, results = self._execute(batch)
+        if self.speculator is not None and batch.spans:
+            self.speculator.observe(batch.spans, self._clock() - started)
         return self.batcher.commit(batch, results)
 
     def _execute(self, batch: Batch) -> tuple[Batch, list[SpanResult]]:
@@ -147,6 +162,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Numbers for heartbeats and metrics."""
         pool, counters = self.batcher.pool, self.batcher.counters
+        speculation = self.speculator.counters if self.speculator is not None else SpeculationCounters()
         return EngineStats(
             num_running=len(self.batcher.running),
             num_waiting=len(self.batcher.waiting),
@@ -159,6 +175,9 @@ class Engine:
             num_computed_tokens=counters.computed_tokens,
             num_generated_tokens=counters.generated_tokens,
             num_preemptions=counters.preemptions,
+            num_drafts=speculation.drafts,
+            num_draft_tokens=speculation.draft_tokens,
+            num_accepted_tokens=speculation.accepted_tokens,
         )
 
     def check_integrity(self) -> None:
