@@ -13,12 +13,14 @@ import torch
 from services.common import log
 from services.common.process import announce
 from services.common.settings import SettingsError
-from services.worker.engine.config import EngineConfig, ModelConfig
+from services.worker.engine.config import EngineConfig, ModelConfig, Verification
 from services.worker.engine.engine import Engine
 from services.worker.engine.loader import read_config
 from services.worker.settings import LEVEL, WorkerSettings
 from services.worker.wire import Served
 
+CPU_DRAFTS = 8
+"""Most draft tokens on a CPU, where a row's numbers are the same in any batch. Elsewhere they may not be, and greedy tokens with them."""
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 PROGRESS_SECONDS = 0.1
 
@@ -48,6 +50,8 @@ def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
         device=settings.device,
         num_threads=settings.num_threads,
         prefix_cache=settings.prefix_cache,
+        speculation=settings.speculation if settings.speculation is not None else CPU_DRAFTS * (settings.device == "cpu"),
+        verification=settings.verification,
     )
     block_bytes = model.kv_bytes_per_token(ELEMENT_BYTES[config.dtype]) * config.block_size
     num_blocks = settings.num_blocks or int(settings.kv_memory) // block_bytes
@@ -68,7 +72,9 @@ def fingerprint(config: EngineConfig) -> str:
     device = (
         "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if config.device == "cpu" else torch.cuda.get_device_name(config.device)
     )
-    return f"{LEVEL}/kv-{config.dtype}/torch-{torch.__version__.partition('+')[0]}-{device}".replace(" ", "-")
+    # Under the rejection rule the drafts decide, too.
+    rule = f"/{config.verification}" if config.speculation and config.verification is Verification.REJECTION else ""
+    return f"{LEVEL}/kv-{config.dtype}/torch-{torch.__version__.partition('+')[0]}-{device}{rule}".replace(" ", "-")
 
 
 def _load_into(loaded: "Future[tuple[Engine, Served]]", settings: WorkerSettings) -> None:

@@ -56,6 +56,9 @@ class Metrics:
         self.prefix_cache_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_cache_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self.num_preemptions = self._counter("vllm:num_preemptions", "Preempted sequences.")
+        self.num_drafts = self._counter("vllm:spec_decode_num_drafts", "Verifications: a sequence's drafts in one step.")
+        self.num_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self.num_accepted_tokens = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
         self.stale_outputs = self._counter("forebay_worker_stale_outputs", "Outputs of requests that had ended already; dropped.")
         self.refused = self._counter("forebay_worker_refused_requests", "Requests refused because there was no room.")
         self.request_success = Counter(
@@ -82,9 +85,12 @@ class Metrics:
             self.prefix_cache_queries,
             self.prefix_cache_hits,
             self.num_preemptions,
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
             self.stale_outputs,
         )
-        self._seen: tuple[int, ...] = (0, 0, 0, 0, 0)
+        self._seen = (0,) * len(self._growing)
 
     def observe_turn(self, stats: EngineStats, *, num_step_tokens: int, num_stale_outputs: int) -> None:
         """Takes over the engine's gauges and the growth of its counters. `num_step_tokens`: computed in the step, 0 if there was none."""
@@ -98,6 +104,9 @@ class Metrics:
             stats.num_prefix_query_tokens,
             stats.num_prefix_hit_tokens,
             stats.num_preemptions,
+            stats.num_drafts,
+            stats.num_draft_tokens,
+            stats.num_accepted_tokens,
             num_stale_outputs,
         )
         for counter, value, seen in zip(self._growing, now, self._seen, strict=True):

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import ByteSize, Field, StringConstraints
 
 from services.common.settings import HostPort, HostPorts, ServiceSettings, listed
+from services.worker.engine.config import Verification
 
 LEVEL = "fp32"
 """The weights level of the torch runner: a quantised file is dequantised when it is loaded."""
@@ -32,6 +33,12 @@ class WorkerSettings(ServiceSettings):
     max_model_len: int | None = Field(None, ge=2, description="longest sequence in tokens; default: the model's, or what the cache holds")
     num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a step; default: one per core")
     prefix_cache: bool = Field(True, description="keep the blocks of ended sequences for prompts that begin alike")
+    speculation: int | None = Field(
+        None, ge=0, le=64, description="most draft tokens per sequence and step, 0: none; default: 8 on a CPU, none elsewhere"
+    )
+    verification: Verification = Field(
+        Verification.GUMBEL, description="gumbel: drafts change no token of a seed; rejection: they don't change the distribution"
+    )
     drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, how long running requests may go on")
 
     @property
