@@ -16,7 +16,7 @@ from services.worker.engine.kv_cache import KVCache
 from services.worker.engine.loader import load, open_model
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.models.decoder import Decoder
-from tests.tiny_models import VOCAB, save_model
+from tests.tiny_models import VOCAB, reference_logits, save_model
 
 ARCHITECTURES = ["llama3-rope", "mistral-window", "qwen2", "qwen3"]
 Pair = tuple[PreTrainedModel, Decoder]
@@ -92,19 +92,34 @@ def hugging_face_greedy(model: PreTrainedModel, token_ids: list[int], max_tokens
     return out[0, len(token_ids) :].tolist()
 
 
+def decided(model: PreTrainedModel, length: int, max_tokens: int) -> tuple[list[int], list[int]]:
+    """The first prompt whose greedy continuation by transformers is no toss-up anywhere: (prompt, continuation).
+
+    Two libraries agree on logits within 1e-4; where the two best lie closer than that, either token is right.
+    """
+    for seed in range(1, 20):
+        token_ids = prompt(length, seed)
+        output = hugging_face_greedy(model, token_ids, max_tokens)
+        best = reference_logits(model, token_ids + output)[length - 1 : -1].topk(2).values
+        if (best[:, 0] - best[:, 1]).min() > 2e-4:
+            return token_ids, output
+    raise AssertionError("every prompt's continuation is a toss-up somewhere")
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_b02_greedy_over_200_tokens_equals_transformers_in_any_company(name: str, make_pair: Callable[[str], Pair]) -> None:
     """Alone; beside sampled, long and short ones in small chunks; again on a warm prefix cache; and on a pool too small for all."""
     model, decoder = make_pair(name)
-    request = EngineRequest("r", prompt(37, 1), greedy(200))
-    expected = {("r", 0): hugging_face_greedy(model, prompt(37, 1), 200)}
+    token_ids, output = decided(model, 37, 200)
+    request = EngineRequest("r", token_ids, greedy(200))
+    expected = {("r", 0): output}
     assert tokens_of(run(engine_on(decoder), [request])) == expected
 
     engine = engine_on(decoder, max_step_tokens=13)
     company = [
         EngineRequest("sampled", prompt(20, 2), SamplingParams(max_tokens=40, seed=3, top_p=0.9, repetition_penalty=1.2), n=2),
         EngineRequest("long", prompt(150, 3), greedy(8)),
-        EngineRequest("same", prompt(37, 1), greedy(30)),
+        EngineRequest("same", token_ids, greedy(30)),
     ]
     together = tokens_of(run(engine, [company[0], request, *company[1:]]))
     assert together["r", 0] == expected["r", 0]
