@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from bench.speculation_prompts import PROMPTS
 from services.cli.models import default
 from services.gateway.models import load_model
@@ -163,7 +161,7 @@ def main() -> None:
         num_blocks=-(-longest // 16) * (max(arguments.batches) + 40),
         max_sequences=max(arguments.batches),
         max_step_tokens=512,
-        num_threads=arguments.threads or torch.get_num_threads(),
+        num_threads=arguments.threads,
     )
     plan = Plan(prompts, arguments.batches, arguments.rounds, arguments.max_tokens)
     for figure in figures(Bench(path, plan, config, arguments.max_drafts).cells()):
