@@ -19,6 +19,8 @@ from services.cli.models import default
 from services.gateway.models import load_model
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine, EngineRequest, EngineStats, SamplingParams
+from services.worker.engine.loader import suggested_level
+from services.worker.engine.quantization import LEVELS
 
 TARGETS = {"quote": 3.0, "rewrite": 3.0, "code": 2.0, "summarise": 2.0, "json": 1.4}
 WORST_TARGET = 0.95
@@ -152,6 +154,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=5, help="of each set")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--max-drafts", type=int, default=8)
+    parser.add_argument("--level", default=None, choices=LEVELS, help="of the weights; default: the file's own")
     parser.add_argument("--threads", type=int, default=None)
     arguments = parser.parse_args()
     path = arguments.model or default().path
@@ -162,6 +165,7 @@ def main() -> None:
         max_sequences=max(arguments.batches),
         max_step_tokens=512,
         num_threads=arguments.threads,
+        level=arguments.level or suggested_level(path),
     )
     plan = Plan(prompts, arguments.batches, arguments.rounds, arguments.max_tokens)
     for figure in figures(Bench(path, plan, config, arguments.max_drafts).cells()):

@@ -44,24 +44,24 @@ def test_memory_is_given_with_a_unit(monkeypatch: pytest.MonkeyPatch, memory: st
 
 def test_the_cache_is_as_large_as_its_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_KV_MEMORY", str(10 * BLOCK_BYTES + 5))
-    assert engine_config(WorkerSettings(model="m"), SMALL).num_blocks == 10
-    assert engine_config(WorkerSettings(model="m", num_blocks=7), SMALL).num_blocks == 7
+    assert engine_config(WorkerSettings(model="m", level="fp32", backend="torch"), SMALL).num_blocks == 10
+    assert engine_config(WorkerSettings(model="m", level="fp32", backend="torch", num_blocks=7), SMALL).num_blocks == 7
 
 
 def test_too_little_memory_is_refused_with_the_least_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_KV_MEMORY", str(BLOCK_BYTES))
     with pytest.raises(SettingsError, match=rf"FOREBAY_KV_MEMORY={BLOCK_BYTES} .* set {2 * BLOCK_BYTES} or more"):
-        engine_config(WorkerSettings(model="m"), SMALL)
+        engine_config(WorkerSettings(model="m", level="fp32", backend="torch"), SMALL)
 
 
 def test_a_cache_beyond_the_hosts_memory_is_refused() -> None:
     with pytest.raises(SettingsError, match="lower FOREBAY_NUM_BLOCKS"):
-        engine_config(WorkerSettings(model="m", num_blocks=1 << 50), SMALL)
+        engine_config(WorkerSettings(model="m", level="fp32", backend="torch", num_blocks=1 << 50), SMALL)
 
 
 def test_the_fingerprint_names_level_cache_and_runner() -> None:
-    config = engine_config(WorkerSettings(model="m", num_blocks=2), SMALL)
-    level, cache, runner = fingerprint(config).split("/")
+    config = engine_config(WorkerSettings(model="m", level="fp32", backend="torch", num_blocks=2), SMALL)
+    level, cache, runner = fingerprint(config, SMALL).split("/")
     assert (level, cache) == ("fp32", "kv-fp32")
     assert runner.startswith("torch-")
     assert "cpu-" in runner
@@ -69,7 +69,7 @@ def test_the_fingerprint_names_level_cache_and_runner() -> None:
 
 def test_drafts_are_made_on_a_cpu_unless_told_otherwise_and_elsewhere_only_if_told() -> None:
     def drafts(**fields: object) -> int:
-        return engine_config(WorkerSettings(model="m", num_blocks=2, **fields), SMALL).speculation  # type: ignore[arg-type]
+        return engine_config(WorkerSettings(model="m", level="fp32", num_blocks=2, **fields), SMALL).speculation  # type: ignore[arg-type]
 
     assert (drafts(), drafts(speculation=0), drafts(speculation=3)) == (8, 0, 3)
     assert (drafts(device="cuda:0"), drafts(device="cuda:0", speculation=4)) == (0, 4)
@@ -77,7 +77,7 @@ def test_drafts_are_made_on_a_cpu_unless_told_otherwise_and_elsewhere_only_if_to
 
 def test_the_fingerprint_names_a_rule_that_lets_drafts_decide() -> None:
     def name(**fields: object) -> str:
-        return fingerprint(engine_config(WorkerSettings(model="m", num_blocks=2, **fields), SMALL))  # type: ignore[arg-type]
+        return fingerprint(engine_config(WorkerSettings(model="m", level="fp32", num_blocks=2, **fields), SMALL), SMALL)  # type: ignore[arg-type]
 
     assert name() == name(speculation=0) == name(speculation=0, verification="rejection")
     assert name(verification="rejection") == name() + "/rejection"

@@ -12,35 +12,33 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine, EngineRequest, FinishReason, SamplingParams, TokenOutput
-from services.worker.engine.kv_cache import KVCache
 from services.worker.engine.loader import load, open_model
 from services.worker.engine.model_runner import ModelRunner
-from services.worker.engine.models.decoder import Decoder
-from tests.tiny_models import VOCAB, reference_logits, save_model
+from tests.tiny_models import VOCAB, AnyDecoder, load_native, make_cache, poison, reference_logits, save_model
 
 ARCHITECTURES = ["llama3-rope", "mistral-window", "qwen2", "qwen3"]
-Pair = tuple[PreTrainedModel, Decoder]
+Pair = tuple[PreTrainedModel, AnyDecoder]
 
 
-@pytest.fixture(scope="module")
-def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+@pytest.fixture(scope="module", params=["torch", "native"])
+def make_pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], Pair]:
     """(transformers' model, ours from its files) by name, made once."""
+    read = load if request.param == "torch" else load_native
     made: dict[str, Pair] = {}
 
     def make(name: str) -> Pair:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            made[name] = save_model(name, folder), load(folder)
+            made[name] = save_model(name, folder), read(folder)
         return made[name]
 
     return make
 
 
-def engine_on(decoder: Decoder, **fields: object) -> Engine:
+def engine_on(decoder: AnyDecoder, **fields: object) -> Engine:
     """An engine whose unwritten slots hold NaN."""
     config = EngineConfig(**{"num_blocks": 128, "block_size": 16, "max_step_tokens": 64, **fields})  # type: ignore[arg-type]
-    kv = KVCache(decoder.config, config.num_blocks, config.block_size, decoder.dtype, decoder.device)
-    kv.pages.fill_(float("nan"))
+    kv = make_cache(decoder, config.num_blocks, config.block_size)
     return Engine(
         ModelRunner(decoder, kv),
         config,
@@ -199,7 +197,7 @@ def test_f18_nan_in_one_row_fails_that_request_and_poisons_no_block(scoring: boo
     engine.step(0.0)
     assert isinstance(engine.runner, ModelRunner)
     (sequence,) = engine.batcher.running
-    engine.runner.kv.pages[sequence.block_table[0]] = float("nan")
+    poison(engine.runner.kv, sequence.block_table[0])
     got = run(engine, others)
     assert got["bad", 0].finish_reason is FinishReason.ERROR
     assert "logits" in (got["bad", 0].error or "")

@@ -11,35 +11,36 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.engine.config import EngineConfig, Verification
+from services.worker.engine.config import EngineConfig, ModelConfig, Verification
 from services.worker.engine.engine import Engine
-from services.worker.engine.kv_cache import KVCache
-from services.worker.engine.loader import load, open_model
+from services.worker.engine.loader import build, load
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.models.decoder import Decoder
+from services.worker.engine.quantization import Weights, tensor
 from services.worker.engine.request import EngineRequest, SamplingParams, TokenOutput
 from services.worker.engine.sampler import distribution
 from services.worker.engine.speculation.drafter import Drafter
 from services.worker.engine.speculation.model_drafter import ModelDrafter
 from services.worker.engine.verification import DRAFTING_RULES, RULES
 from tests.drafters import always
-from tests.tiny_models import VOCAB, save_model
+from tests.tiny_models import VOCAB, AnyDecoder, load_native, make_cache, poison, save_model
 
 NUM_TOKENS = int(os.environ.get("FOREBAY_LOSSLESS_TOKENS", "4000"))
 ARCHITECTURES = ["llama3-rope", "mistral-window", "qwen2", "qwen3"]
-Models = Callable[[str], tuple[Decoder, Decoder]]
+Models = Callable[[str], tuple[AnyDecoder, AnyDecoder]]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """(a model, a copy of it that is a little off) by name, made once."""
-    made: dict[str, tuple[Decoder, Decoder]] = {}
+@pytest.fixture(scope="module", params=["torch", "native"])
+def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Models:
+    """(a model, one that drafts for it) by name, made once: a copy that is a little off in torch, int4 for bf16 on the kernels."""
+    made: dict[str, tuple[AnyDecoder, AnyDecoder]] = {}
 
-    def make(name: str) -> tuple[Decoder, Decoder]:
+    def make(name: str) -> tuple[AnyDecoder, AnyDecoder]:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             save_model(name, folder)
-            made[name] = load(folder), perturbed(folder)
+            native = request.param == "native"
+            made[name] = (load_native(folder, "bf16"), load_native(folder, "int4")) if native else (load(folder), perturbed(folder))
         return made[name]
 
     return make
@@ -48,20 +49,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def perturbed(folder: Path, *, noise: float = 0.02, head: float = 1.0) -> Decoder:
     """As a lower level of the same weights would be. `head` scales the logits: a random model is too sure of itself to sample from."""
     generator = torch.Generator().manual_seed(1)
-    with open_model(folder) as source:
 
-        def weights(name: str) -> torch.Tensor:
-            weight = source.read(name).float()
+    def make(config: ModelConfig, weights: Weights, version: str) -> Decoder:
+        def changed(name: str) -> torch.Tensor:
+            weight = tensor(weights(name))
             return (weight + torch.randn(weight.shape, generator=generator) * noise) * (head if name == "lm_head.weight" else 1)
 
-        return Decoder(source.config, weights)
+        return Decoder(config, changed, version)
+
+    return build(folder, make, level="fp32")
 
 
-def engine_on(target: Decoder, draft: Decoder | None = None, max_drafts: int = 0, **fields: object) -> Engine:
+def engine_on(target: AnyDecoder, draft: AnyDecoder | None = None, max_drafts: int = 0, **fields: object) -> Engine:
     """With a draft model, or lookups where there is none; as many drafts as there is room for. Unwritten slots hold NaN."""
     config = EngineConfig(**{"num_blocks": 256, "block_size": 16, "max_step_tokens": 256, **fields})  # type: ignore[arg-type]
-    kv = KVCache(target.config, config.num_blocks, config.block_size, target.dtype, target.device)
-    kv.pages.fill_(float("nan"))
+    kv = make_cache(target, config.num_blocks, config.block_size)
     drafter: Drafter | None = None
     if draft is not None:
         drafter = ModelDrafter(ModelRunner(draft, kv, DRAFTING_RULES[config.verification]), clock=lambda: 0.0)
@@ -192,7 +194,7 @@ def test_f18_numbers_that_are_none_fail_their_request_alone(models: Models) -> N
     engine.step(0.0)
     (sequence,) = engine.batcher.running
     assert isinstance(engine.runner, ModelRunner)
-    engine.runner.kv.pages[sequence.block_table[0]] = float("nan")
+    poison(engine.runner.kv, sequence.block_table[0])
     got = plain(run(engine, others))
     assert "logits" in str(got.pop(("bad", 0))[1])
     assert got == expected
@@ -232,7 +234,7 @@ def test_b01_tokens_drafted_by_another_model_are_distributed_as_without(temperat
         assert torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()) > 0.01
 
 
-def next_distribution(model: Decoder, tokens: list[int], sampling: SamplingParams) -> torch.Tensor:
+def next_distribution(model: AnyDecoder, tokens: list[int], sampling: SamplingParams) -> torch.Tensor:
     """[vocab] fp64, of the token behind `tokens`, as plain sampling draws it."""
     seen: list[torch.Tensor] = []
 
@@ -246,8 +248,7 @@ def next_distribution(model: Decoder, tokens: list[int], sampling: SamplingParam
 
         def annotate(self, results: object) -> None: ...
 
-    kv = KVCache(model.config, 8, 16, model.dtype, model.device)
-    engine = Engine(ModelRunner(model, kv, Spy), EngineConfig(num_blocks=8), vocab_size=VOCAB)  # type: ignore[arg-type]
+    engine = Engine(ModelRunner(model, make_cache(model, 8), Spy), EngineConfig(num_blocks=8), vocab_size=VOCAB)  # type: ignore[arg-type]
     run(engine, [EngineRequest("r", tokens, SamplingParams(**{**vars(sampling), "max_tokens": 1, "seed": 0}))])
     return seen[0][0].double()
 
