@@ -40,7 +40,7 @@ def engine_on(decoder: AnyDecoder, **fields: object) -> Engine:
     config = EngineConfig(**{"num_blocks": 128, "block_size": 16, "max_step_tokens": 64, **fields})  # type: ignore[arg-type]
     kv = make_cache(decoder, config.num_blocks, config.block_size, config.kv_format)
     return Engine(
-        ModelRunner(decoder, kv, config.host_blocks),
+        ModelRunner(decoder, kv, host_blocks=config.host_blocks),
         config,
         vocab_size=decoder.config.vocab_size,
         eos_token_ids=decoder.config.eos_token_ids,
