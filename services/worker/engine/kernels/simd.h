@@ -309,7 +309,7 @@ inline b512 widen_e4m3(const void* p) {
 
 #endif
 
-// 2^x for x <= 127, to about 2e-7 of its value; 0 below -126; NaN stays NaN.
+// 2^x for x <= 127, to about 2e-7 of its value; 2^-126 for all that is less; NaN stays NaN.
 inline f32x16 exp2(f32x16 x) {
   x = max(splat(-126.0f), x);  // in this order: the second operand wins where it is NaN
   const f32x16 whole = round(x);
