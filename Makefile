@@ -21,10 +21,9 @@ help: ## This list
 
 setup: $(VENV)/.kernels ## The virtual environment in .venv, with the default model and the CPU kernels
 
-# Compiled for this very CPU; without g++, or on another kind of CPU, the engine computes by torch and says so.
+# Compiled for this very CPU; without g++, or on another kind of CPU, the engine computes by torch, and each make says so and tries again.
 $(VENV)/.kernels: $(VENV)/.stamp $(wildcard services/worker/engine/kernels/*.cpp services/worker/engine/kernels/*.h) tools/build_kernels.py
-	@$(BIN)/python tools/build_kernels.py
-	touch $@
+	@if $(BIN)/python tools/build_kernels.py; then touch $@; fi
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then
