@@ -4,12 +4,15 @@ A machine without a compiler, or with another kind of CPU, is no error: its engi
 Usage: python tools/build_kernels.py [native | v3 | v4]...; exit code 1 where one can't be had.
 """
 
+import fcntl
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from services.worker.engine.kernels import library
@@ -30,7 +33,22 @@ class NoKernels(Exception):
 
 def build(target: str) -> Path:
     """The library for `target`, compiled unless it is there and no older than these flags. NoKernels, OSError."""
-    name = library.native_target() if target == "native" else target
+    with _alone():
+        return _build(target, library.native_target() if target == "native" else target)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One build at a time in a checkout: who comes second finds what the first has made."""
+    folder = os.open(library.FOLDER, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _build(target: str, name: str) -> Path:
     path = library.library_path(name)
     if path.exists() and path.stat().st_mtime >= Path(__file__).stat().st_mtime:
         return path
