@@ -36,7 +36,7 @@ class Loaded:
 
 
 def load(path: Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Loaded:
-    """Reads the model at the config's level. ModelFileError for a bad file, BackendError."""
+    """Reads the model at the config's level. ModelFileError for a bad file, BackendError, OSError where threads can't be had."""
     rule = RULES[config.verification]
 
     def make(model: ModelConfig, weights: Weights, version: str) -> Loaded:
@@ -48,6 +48,7 @@ def load(path: Path, config: EngineConfig, progress: Callable[[int, int], None] 
         num_threads = config.num_threads or torch.get_num_threads()
         native = NativeDecoder(model, weights, version, config.level, compiled, num_threads)
         cache = NativeCache(model, config.num_blocks, config.block_size, config.cache_format)
+        native.bind(cache)
         return Loaded(ModelRunner(native, cache, rule, config.host_blocks), model, version)
 
     return build(path, make, level=config.level, device=config.device, progress=progress)
