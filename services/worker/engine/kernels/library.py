@@ -162,4 +162,12 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
     functions.forebay_close.restype = None
     functions.forebay_sample.argtypes = [ctypes.POINTER(SampledRow), ctypes.c_int, ctypes.c_int, ctypes.c_int]
     functions.forebay_sample.restype = ctypes.c_int
+    functions.forebay_probe_open.argtypes = [ctypes.c_int, ctypes.c_int, runner]
+    functions.forebay_probe_open.restype = ctypes.c_int
+    functions.forebay_probe_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    functions.forebay_probe_read.restype = ctypes.c_double
+    functions.forebay_probe_multiply.argtypes = [ctypes.c_void_p, ctypes.POINTER(Matrix), ctypes.c_int]
+    functions.forebay_probe_multiply.restype = ctypes.c_double
+    functions.forebay_probe_close.argtypes = [ctypes.c_void_p]
+    functions.forebay_probe_close.restype = None
     return functions
