@@ -223,9 +223,11 @@ def write_gguf(
     *,
     extra: dict[str, int | float | str] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
+    kinds: dict[str, str] | None = None,
 ) -> None:
     """Write a model as GGUF, its matrices in type `kind`, and set the model's own weights to what the file's come to.
 
+    `kinds` are other types by a part of a matrix's Hugging Face name.
     Types that the gguf package can't quantise get random blocks of sane size.
     """
     config = model.config
@@ -260,7 +262,7 @@ def write_gguf(
         )
         if architecture == "llama" and heads:  # as llama.cpp's conversion does
             values = values.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
-        quantised = kind if len(shape) == 2 else "F32"
+        quantised = next((k for part, k in (kinds or {}).items() if part in name), kind) if len(shape) == 2 else "F32"
         raw, values = _quantise(np.ascontiguousarray(values), gguf.GGMLQuantizationType[quantised])
         if architecture == "llama" and heads:
             values = values.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
