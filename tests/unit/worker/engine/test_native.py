@@ -96,7 +96,10 @@ def test_bf16_is_nearer_to_fp32_than_the_torch_decoders(name: str, target: str, 
     """The kernels keep sums, norms and the residual stream in fp32."""
     tokens = random_tokens(40, seed=2)
     exact = run_alone(load(folders[name]), tokens)
-    ours, theirs = run_alone(load_native(folders[name], "bf16", target=target), tokens), run_alone(load(folders[name], level="bf16"), tokens)
+    ours, theirs = (
+        run_alone(load_native(folders[name], "bf16", target=target), tokens),
+        run_alone(load(folders[name], level="bf16"), tokens),
+    )
     assert 0 < distance(ours, exact) < distance(theirs, exact)
 
 
@@ -159,7 +162,8 @@ def test_block_sizes_change_no_bit_of_floats(target: str, folders: dict[str, Pat
 def test_the_number_of_threads_changes_no_bit(target: str, folders: dict[str, Path]) -> None:
     text = random_tokens(120, seed=7)
     one, two, five = (
-        run_alone(load_native(folders["llama"], "int4", threads, target=target), text, [50, 1, 1], kv_format="int8") for threads in (1, 2, 5)
+        run_alone(load_native(folders["llama"], "int4", threads, target=target), text, [50, 1, 1], kv_format="int8")
+        for threads in (1, 2, 5)
     )
     assert torch.equal(one, two)
     assert torch.equal(one, five)

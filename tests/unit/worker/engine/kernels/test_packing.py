@@ -29,7 +29,9 @@ def test_floats(num_outputs: int, inputs: tuple[int, int | None]) -> None:
     num_inputs, width = inputs
     weight = torch.randn(num_outputs, num_inputs)
     expected = pad(weight, width or num_inputs)
-    parts = groups(pack(weight, width), GROUP * PANEL * 4, num_outputs).view(torch.float32).view(-1, expected.shape[1] // GROUP, GROUP, PANEL)
+    parts = (
+        groups(pack(weight, width), GROUP * PANEL * 4, num_outputs).view(torch.float32).view(-1, expected.shape[1] // GROUP, GROUP, PANEL)
+    )
     assert torch.equal(unpack(parts, num_outputs), expected)
 
 
