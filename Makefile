@@ -14,7 +14,7 @@ PROTOS := $(wildcard protos/forebay/v1/*.proto)
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving config-table compose-smoke clean
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-speculation speculation-lossless config-table compose-smoke clean
 
 help: ## This list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -103,6 +103,12 @@ cancel-soak: setup ## 3,000 requests cancelled at random times
 
 bench-serving: setup ## Load on a running mesh (make up): requests/s, TTFT and ITL as JSON lines
 	@$(BIN)/python -m bench.serving $(ARGS)
+
+bench-speculation: setup ## Speculation on against off, by kind of answer, as JSON lines (ARGS='--rounds 3', say)
+	@$(BIN)/python -m bench.speculation $(ARGS)
+
+speculation-lossless: setup ## 100,000 tokens with speculation equal those without, bit for bit
+	@FOREBAY_LOSSLESS_TOKENS=100000 $(BIN)/python -m pytest -n $(JOBS) tests/unit/worker/engine/test_speculation.py -k lossless_for_every_k $(ARGS)
 
 compose-smoke: setup ## Build and run deploy/compose.yaml once (root; Debian; installs docker.io)
 	@deploy/compose-smoke.sh

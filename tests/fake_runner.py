@@ -12,7 +12,10 @@ from services.worker.engine.batch import Batch, Span, SpanResult
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.request import PositionLogprobs, TokenLogprob
+from services.worker.engine.sampler import Sample
 from services.worker.engine.sequence import Sequence
+from services.worker.engine.speculation.speculator import Speculator
+from services.worker.engine.verification import take_run
 
 VOCAB_SIZE = 1000
 EOS = 7
@@ -27,6 +30,7 @@ class FakeRunner:
         num_blocks: int,
         block_size: int,
         *,
+        host_blocks: int = 0,
         vocab_size: int = VOCAB_SIZE,
         model: str = "",
         before_execute: Callable[[Batch], None] = lambda batch: None,
@@ -35,7 +39,15 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.model = model  # another name answers otherwise
         self.slots = array("i", [_UNWRITTEN]) * (num_blocks * block_size)
+        self.host_slots = array("i", [_UNWRITTEN]) * (host_blocks * block_size)
         self.before_execute = before_execute
+
+    def copy(self, batch: Batch) -> None:
+        size = self.block_size
+        for block, slot in batch.copies_out:
+            self.host_slots[slot * size : (slot + 1) * size] = self.slots[block * size : (block + 1) * size]
+        for block, slot in batch.copies_in:
+            self.slots[block * size : (block + 1) * size] = self.host_slots[slot * size : (slot + 1) * size]
 
     def execute(self, batch: Batch) -> list[SpanResult]:
         self.before_execute(batch)
@@ -44,9 +56,9 @@ class FakeRunner:
         return [self._answer(span) for span in batch.spans]
 
     def _write(self, span: Span) -> None:
-        for position in range(span.start, span.end):
+        for position, token in zip(range(span.start, span.end), span.token_ids, strict=True):
             block, offset = divmod(position, self.block_size)
-            self.slots[span.sequence.block_table[block] * self.block_size + offset] = span.sequence.tokens[position]
+            self.slots[span.sequence.block_table[block] * self.block_size + offset] = token
 
     def _answer(self, span: Span) -> SpanResult:
         result = SpanResult()
@@ -54,11 +66,10 @@ class FakeRunner:
         for position in span.scored:
             self._next(sequence, position + 1)  # reads, as a model would
             result.prompt_logprobs.append(PositionLogprobs(TokenLogprob(sequence.tokens[position + 1], -1.0)))
+        tokens = [self._next(sequence, position + 1) for position in span.sampled]
+        logprobs = [PositionLogprobs(TokenLogprob(token, -1.0)) if sequence.sampling.logprobs is not None else None for token in tokens]
         if span.samples:
-            token = self._next(sequence, span.end)
-            result.token_ids.append(token)
-            if sequence.sampling.logprobs is not None:
-                result.logprobs.append(PositionLogprobs(TokenLogprob(token, -1.0)))
+            take_run(span, list(map(Sample, tokens, logprobs)), result)
         return result
 
     def _next(self, sequence: Sequence, num_tokens: int) -> int:
@@ -69,16 +80,16 @@ class FakeRunner:
             read += self.slots[block * size : (block + 1) * size]
         read = read[:num_tokens]
         assert _UNWRITTEN not in read, f"{sequence.request_id} reads a slot that nobody has written"
-        return next_token(read, sequence, self.vocab_size, self.model)
+        return next_token(read, sequence, self.vocab_size, self.model, num_drafts=max(0, num_tokens - sequence.num_tokens))
 
 
-def next_token(context: "array[int]", sequence: Sequence, vocab_size: int, model: str = "") -> int:
+def next_token(context: "array[int]", sequence: Sequence, vocab_size: int, model: str = "", *, num_drafts: int = 0) -> int:
     """A hash of the context and, where the request samples, of seed and choice."""
     sampling = sequence.sampling
     salt = f"{model}/{sampling.seed}/{sequence.choice_index}" if sampling.temperature > 0 else model
     digest = hashlib.blake2b(context.tobytes(), key=salt.encode(), digest_size=8).digest()
     token = int.from_bytes(digest, "little") % vocab_size
-    while token in sequence.banned_ids or sampling.logit_bias.get(token, 0) <= -100:
+    while token in sequence.banned_ids(num_drafts) or sampling.logit_bias.get(token, 0) <= -100:
         token = (token + 1) % vocab_size
     return token
 
@@ -90,8 +101,24 @@ def fake_engine(
     eos_token_ids: tuple[int, ...] = (EOS,),
     model: str = "",
     before_execute: Callable[[Batch], None] = lambda batch: None,
+    speculator: Speculator | None = None,
 ) -> Engine:
     """An engine on a FakeRunner."""
     config = config or EngineConfig()
-    runner = FakeRunner(config.num_blocks, config.block_size, vocab_size=vocab_size, model=model, before_execute=before_execute)
-    return Engine(runner, config, vocab_size=vocab_size, eos_token_ids=eos_token_ids, model_version=model)
+    runner = FakeRunner(
+        config.num_blocks,
+        config.block_size,
+        host_blocks=config.host_blocks,
+        vocab_size=vocab_size,
+        model=model,
+        before_execute=before_execute,
+    )
+    return Engine(
+        runner,
+        config,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        model_version=model,
+        speculator=speculator,
+        clock=lambda: 0.0,  # no time passes: copies always pay
+    )

@@ -33,7 +33,7 @@ class ServedModel:
     context_len: int  # tokens, by its own files
     vocab_size: int
     created: int  # seconds since the epoch at which the gateway took it up
-    level: str = "fp32"
+    level: str = ""  # empty: no worker has shown it yet
     version: str = ""  # empty: no worker has shown it yet
     max_model_len: int = 0  # tokens: the longest of any worker; context_len while none is known
     fingerprint: str = ""

@@ -64,6 +64,7 @@ class Sampling:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculation: bool = True
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,7 @@ _TABLE: Mapping[str, Callable[[Field, Limits], Any]] = {
     "logprobs": whole(0, MAX_LOGPROBS),
     "prompt_logprobs": whole(0, MAX_LOGPROBS),
     "best_of": whole(1, MAX_CHOICES),
+    "speculation": flag,
 }
 FIELDS = frozenset(_TABLE)
 """What validate_sampling reads."""

@@ -15,12 +15,14 @@ from services.common import log
 from services.common.process import announce
 from services.common.settings import SettingsError
 from services.worker.engine import backend
-from services.worker.engine.config import EngineConfig, ModelConfig
+from services.worker.engine.config import EngineConfig, ModelConfig, Verification
 from services.worker.engine.engine import Engine
 from services.worker.engine.loader import read_config, suggested_level
 from services.worker.settings import WorkerSettings
 from services.worker.wire import Served
 
+CPU_DRAFTS = 8
+"""Most draft tokens on a CPU, where a row's numbers are the same in any batch. Elsewhere they may not be, and greedy tokens with them."""
 PROGRESS_SECONDS = 0.1
 
 _logger = log.get(__name__)
@@ -52,6 +54,8 @@ def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
         backend=settings.backend,
         num_threads=settings.num_threads,
         prefix_cache=settings.prefix_cache,
+        speculation=settings.speculation if settings.speculation is not None else CPU_DRAFTS * (settings.device == "cpu"),
+        verification=settings.verification,
     )
     try:
         if config.level == "auto":
@@ -69,7 +73,24 @@ def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
     if config.device == "cpu" and num_blocks * block_bytes > available:
         variable = "FOREBAY_NUM_BLOCKS" if settings.num_blocks else "FOREBAY_KV_MEMORY"
         raise SettingsError(f"a cache of {num_blocks * block_bytes} bytes is more than this host's {available} free ones: lower {variable}")
-    return replace(config, num_blocks=num_blocks)
+    left = available - (num_blocks * block_bytes if config.device == "cpu" else 0)
+    return replace(config, num_blocks=num_blocks, host_blocks=_host_blocks(settings, block_bytes, left))
+
+
+def _host_blocks(settings: WorkerSettings, block_bytes: int, available: int) -> int:
+    """What fits into FOREBAY_HOST_MEMORY. SettingsError where it could hold nothing, or is more than the `available` bytes."""
+    wanted = int(settings.host_memory)
+    if wanted == 0:
+        return 0
+    if not settings.prefix_cache:
+        raise SettingsError(
+            f"FOREBAY_HOST_MEMORY={wanted} keeps what the prefix cache evicts, and FOREBAY_PREFIX_CACHE is off: set one of them otherwise"
+        )
+    if wanted < block_bytes:
+        raise SettingsError(f"FOREBAY_HOST_MEMORY={wanted} is less than a cache block of {block_bytes} bytes: set more, or 0")
+    if wanted > available:
+        raise SettingsError(f"FOREBAY_HOST_MEMORY={wanted} is more than the {available} bytes that this host has left: lower it")
+    return wanted // block_bytes
 
 
 def fingerprint(config: EngineConfig, model: ModelConfig) -> str:
@@ -80,7 +101,9 @@ def fingerprint(config: EngineConfig, model: ModelConfig) -> str:
         on_cpu = config.device == "cpu"
         device = "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if on_cpu else torch.cuda.get_device_name(config.device)
         runner = f"torch-{torch.__version__.partition('+')[0]}-{device}".replace(" ", "-")
-    return f"{config.level}/kv-{config.cache_format}/{runner}"
+    # Under the rejection rule the drafts decide, too.
+    rule = f"/{config.verification}" if config.speculation and config.verification is Verification.REJECTION else ""
+    return f"{config.level}/kv-{config.cache_format}/{runner}{rule}"
 
 
 def _level(config: EngineConfig, path: Path, model: ModelConfig) -> str:

@@ -14,6 +14,8 @@ from operator import attrgetter
 from services.worker.engine.batch import Batch, Budget, Span, SpanResult
 from services.worker.engine.block_pool import BlockPool, CacheIdentity, extend_keys
 from services.worker.engine.config import EngineConfig
+from services.worker.engine.costs import Costs
+from services.worker.engine.host_pool import HostPool
 from services.worker.engine.request import (
     EngineRequest,
     FinishReason,
@@ -25,6 +27,7 @@ from services.worker.engine.request import (
     TokenOutput,
 )
 from services.worker.engine.sequence import RequestState, Sequence, SequenceState
+from services.worker.engine.speculation.speculator import Speculator
 
 MAX_PREEMPTIONS = 5  # after as many a sequence waits for all the blocks it can ever need, and is never a victim again
 MAX_SCORED_ROWS = 256  # prompt positions scored in one step: bounds the logits in memory
@@ -38,25 +41,40 @@ class BatcherCounters:
 
     prefix_query_tokens: int = 0  # prompt tokens looked up
     prefix_hit_tokens: int = 0
+    host_query_tokens: int = 0  # prompt tokens that the device's cache didn't have
+    host_hit_tokens: int = 0
+    copied_out_blocks: int = 0
+    copied_in_blocks: int = 0
     computed_tokens: int = 0  # prompt and output, recomputation included
     generated_tokens: int = 0
     preemptions: int = 0
 
 
 class Batcher:
-    """Owns the sequences and their blocks. `max_model_len` bounds prompt plus output of a choice."""
+    """Owns the sequences and their blocks. `max_model_len` bounds prompt plus output of a choice. `speculator` None: no drafts."""
 
-    def __init__(self, config: EngineConfig, max_model_len: int, eos_token_ids: Seq[int], model_version: str, kv_format: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        eos_token_ids: Seq[int],
+        model_version: str,
+        kv_format: str,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.config = config
         self.max_model_len = max_model_len
         self.counters = BatcherCounters()
-        self.pool = BlockPool(config.num_blocks, keep_cached=config.prefix_cache)
+        self.costs = Costs()  # the engine records what it measures
+        self.host = HostPool(config.host_blocks)
+        self.pool = BlockPool(config.num_blocks, keep_cached=config.prefix_cache, on_evict=self.host.keep)
         self.running: list[Sequence] = []  # both lists in order
         self.waiting: list[Sequence] = []
         self.requests: dict[str, RequestState] = {}
         self._eos_token_ids = frozenset(eos_token_ids)
         self._model_version = model_version
         self._kv_format = kv_format
+        self._speculator = speculator
         self._arrivals = itertools.count()
         self._news: list[TokenOutput] = []  # ends that no step brings about, sent with the next one
 
@@ -134,6 +152,7 @@ class Batcher:
             if sequence.state is SequenceState.FINISHED:
                 continue
             self.pool.forget(sequence.block_table)
+            self.host.forget(sequence.block_keys[: len(sequence.block_table)])
             sequence.finish_reason = FinishReason.ERROR
             self._finish(sequence)
             output = self._output(sequence)
@@ -152,7 +171,8 @@ class Batcher:
         one_behind_first = sorted(self.running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1)  # stable: in order otherwise
         spans = [budget.spend(sequence) for sequence in one_behind_first]
         spans += self._admit(budget, now)
-        batch = Batch(tuple(span for span in spans if span is not None))
+        drafted = self._with_drafts([span for span in spans if span is not None], budget)
+        batch = Batch(tuple(drafted), tuple(self.host.copies_out), tuple(self.host.copies_in))
         assert batch.spans or not self.requests, "there is work, but nothing of it can run"
         return batch
 
@@ -163,7 +183,7 @@ class Batcher:
                 sequence.block_table += self.pool.allocate(missing)
                 return
             # Lower classes first, the youngest of a class first; never a higher class, nor one that is fully reserved.
-            victim = max((s for s in self.running if s.num_preemptions < MAX_PREEMPTIONS), key=_BY_ORDER)
+            victim = max((s for s in self.running if not self._is_reserved(s)), key=_BY_ORDER)
             self._preempt(victim)
             if victim is sequence:
                 return
@@ -203,36 +223,80 @@ class Batcher:
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Blocks for all present tokens, found ones first; False, and nothing taken, if there are too few."""
-        hits = self._lookup(sequence)
-        reserved = sequence.num_preemptions >= MAX_PREEMPTIONS
-        total = self._num_blocks(sequence.max_computed_tokens if reserved else sequence.num_tokens)
+        keys = self._shareable_keys(sequence)
+        hits = self.pool.lookup(keys)
+        total = self._num_present_blocks(sequence)
         # A block for each that runs: otherwise the newcomer would be preempted as soon as they grow.
-        headroom = 0 if reserved else sum(s.num_preemptions < MAX_PREEMPTIONS for s in self.running)
+        headroom = 0 if self._is_reserved(sequence) else sum(not self._is_reserved(s) for s in self.running)
         if total - len(hits) + self.pool.num_unreferenced(hits) + headroom > self.pool.num_available:
             return False
         self.pool.touch(hits)
-        self._count_hits(sequence, len(hits))
-        sequence.block_table = hits + self.pool.allocate(total - len(hits))
-        sequence.num_computed_tokens = len(hits) * self.config.block_size
+        # Taken before the device evicts: what comes back isn't overwritten by what goes.
+        slots = self.host.take(keys[len(hits) :]) if self.costs.copying_pays(self.config.block_size) else []
+        blocks = hits + self.pool.allocate(total - len(hits))
+        num_found = len(hits) + len(slots)
+        self.host.copy_in(slots, blocks[len(hits) : num_found])
+        for block, key in zip(blocks[len(hits) : num_found], keys[len(hits) : num_found], strict=True):
+            self.pool.register(block, key)  # whoever comes next in this step may share it: copies come before all spans
+        self._count_hits(sequence, len(hits), len(slots))
+        sequence.block_table = blocks
+        sequence.num_computed_tokens = num_found * self.config.block_size
         return True
 
-    def _lookup(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of its tokens. One token at least must be computed, and so must those whose log-probabilities are still wanted."""
+    def _shareable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Of blocks that may be found. One token at least must be computed, and so must those whose log-probabilities are still wanted."""
         extend_keys(sequence.block_keys, sequence.group.root_key, sequence.tokens, self.config.block_size)
         limit = max(0, sequence.num_scored_tokens - 1) if sequence.needs_scoring else sequence.num_tokens - 1
-        return self.pool.lookup(sequence.block_keys[: limit // self.config.block_size])
+        return sequence.block_keys[: limit // self.config.block_size]
 
-    def _count_hits(self, sequence: Sequence, num_hits: int) -> None:
+    def _count_hits(self, sequence: Sequence, num_hits: int, num_host_hits: int) -> None:
         """A request's hits are those of its first choice, once: later ones find what the first has computed."""
-        if sequence.group.num_cached_tokens is None:
-            sequence.group.num_cached_tokens = min(num_hits * self.config.block_size, sequence.num_prompt_tokens)
-            self.counters.prefix_query_tokens += sequence.num_prompt_tokens
-            self.counters.prefix_hit_tokens += sequence.group.num_cached_tokens
+        if sequence.group.num_cached_tokens is not None:
+            return
+        prompt_tokens, size = sequence.num_prompt_tokens, self.config.block_size
+        on_device = min(num_hits * size, prompt_tokens)
+        sequence.group.num_cached_tokens = min((num_hits + num_host_hits) * size, prompt_tokens)
+        self.counters.prefix_query_tokens += prompt_tokens
+        self.counters.prefix_hit_tokens += on_device
+        if self.host.num_slots:
+            self.counters.host_query_tokens += prompt_tokens - on_device
+            self.counters.host_hit_tokens += sequence.group.num_cached_tokens - on_device
+
+    def _with_drafts(self, spans: list[Span], budget: Budget) -> list[Span]:
+        """The spans with drafts, made of what is left over: tokens of the step, slots, blocks. Nobody waits or gives way for a draft."""
+        if self._speculator is None:
+            return spans
+        counts = self._speculator.plan(spans, [self._draft_room(span) for span in spans], min(budget.tokens, budget.scored_rows))
+        granted = [self._reserve_slots(span.sequence, count) for span, count in zip(spans, counts, strict=True)]
+        return self._speculator.draft(spans, granted)
+
+    def _draft_room(self, span: Span) -> int:
+        """Most drafts that could be kept with the token that follows them, and have slots."""
+        sequence = span.sequence
+        if not span.samples or span.length > 1 or not sequence.sampling.speculation:
+            return 0
+        slots = (len(sequence.block_table) + self._num_spare_blocks) * self.config.block_size - sequence.num_tokens
+        return min(slots, sequence.max_computed_tokens - sequence.num_tokens)
+
+    def _reserve_slots(self, sequence: Sequence, num_drafts: int) -> int:
+        """Takes spare blocks until the next commit; how many drafts have slots then."""
+        missing = self._num_blocks(sequence.num_tokens + num_drafts) - len(sequence.block_table)
+        if missing > 0:
+            sequence.block_table += self.pool.allocate(min(missing, self._num_spare_blocks))
+        return min(num_drafts, len(sequence.block_table) * self.config.block_size - sequence.num_tokens)
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        """Blocks that nobody waits for and nobody may need in the next step."""
+        return 0 if self.waiting else max(0, self.pool.num_available - len(self.running))
 
     # --- after a step
 
     def commit(self, batch: Batch, results: Seq[SpanResult]) -> list[TokenOutput]:
         """Appends what the step yielded, ends what is complete, frees its blocks. One output per choice that has news."""
+        self.counters.copied_out_blocks += len(batch.copies_out)
+        self.counters.copied_in_blocks += len(batch.copies_in)
+        self.host.settle()
         outputs = []
         for span, result in zip(batch.spans, results, strict=True):
             if span.sequence.state is not SequenceState.RUNNING:
@@ -255,11 +319,16 @@ class Batcher:
             if sequence.num_scored_tokens == 0:  # nothing comes before the first token
                 output.prompt_logprobs.insert(0, PositionLogprobs(TokenLogprob(sequence.tokens[0], 0.0), has_logprob=False))
             sequence.num_scored_tokens = max(sequence.num_scored_tokens, min(span.end + 1, sequence.num_prompt_tokens))
-        sequence.num_computed_tokens = span.end
-        self.counters.computed_tokens += span.length
         self._append(sequence, result, output)
+        # A draft that wasn't accepted is computed for nothing: the next step overwrites it.
+        sequence.num_computed_tokens = sequence.num_tokens - 1 if span.samples else span.end
+        self.counters.computed_tokens += span.length
         self.counters.generated_tokens += len(output.token_ids)
         self._register_blocks(sequence, span.start)
+        if self._speculator is not None:
+            output.num_accepted = self._speculator.judge(span, output.token_ids)
+            output.num_judged = min(output.num_accepted + 1, len(span.draft.token_ids), len(output.token_ids))
+            self._return_spare_blocks(sequence)
         if sequence.finish_reason and not sequence.needs_scoring:
             self._finish(sequence)
             output.finish_reason = sequence.finish_reason
@@ -287,6 +356,12 @@ class Batcher:
         for index in range(start // size, sequence.num_computed_tokens // size):
             self.pool.register(sequence.block_table[index], sequence.block_keys[index])
 
+    def _return_spare_blocks(self, sequence: Sequence) -> None:
+        """Gives back what was taken for drafts: to everybody else it is as if there had been none."""
+        needed = self._num_present_blocks(sequence)
+        self.pool.free(sequence.block_table[needed:])
+        del sequence.block_table[needed:]
+
     def _finish(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
@@ -294,6 +369,8 @@ class Batcher:
             self.waiting.remove(sequence)
         self._release(sequence)
         sequence.state = SequenceState.FINISHED
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.free(sequence.block_table)
@@ -316,6 +393,13 @@ class Batcher:
             start_time=sequence.group.start_time,
         )
 
+    def _is_reserved(self, sequence: Sequence) -> bool:
+        return sequence.num_preemptions >= MAX_PREEMPTIONS
+
+    def _num_present_blocks(self, sequence: Sequence) -> int:
+        """Blocks for its tokens, or for all that it can ever have if it was preempted too often."""
+        return self._num_blocks(sequence.max_computed_tokens if self._is_reserved(sequence) else sequence.num_tokens)
+
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
 
@@ -327,6 +411,9 @@ class Batcher:
     def check_integrity(self) -> None:
         """Asserts what must hold between steps; when idle, that no block is referenced."""
         self.pool.check_integrity([sequence.block_table for sequence in self.running])
+        self.host.check_integrity()
+        assert not self.host.copies_out, "a step's copies outlive it"
+        assert not self.host.copies_in, "a step's copies outlive it"
         assert not any(sequence.block_table for sequence in self.waiting), "a waiting sequence holds blocks"
         assert self.running == sorted(self.running, key=_BY_ORDER), "running sequences out of order"
         assert self.waiting == sorted(self.waiting, key=_BY_ORDER), "waiting sequences out of order"

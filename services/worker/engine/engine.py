@@ -1,6 +1,7 @@
-"""The engine: token ids in, token ids out. One thread calls it; it knows no text, no network and no clock of its own."""
+"""The engine: token ids in, token ids out. One thread calls it; it knows no text and no network, and its clock only measures."""
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from services.worker.engine.request import (
     TokenOutput,
     check,
 )
+from services.worker.engine.speculation.speculator import SpeculationCounters, Speculator
+from services.worker.engine.speculation.suffix_drafter import SuffixDrafter
 
 __all__ = [
     "Engine",
@@ -51,15 +54,25 @@ class EngineStats:
     num_free_blocks: int
     num_prefix_query_tokens: int  # prompt tokens looked up in the prefix cache
     num_prefix_hit_tokens: int
+    num_host_blocks: int  # slots of host memory for what the cache evicts
+    num_held_host_blocks: int
+    num_host_query_tokens: int  # prompt tokens that the cache didn't have and the host was asked for
+    num_host_hit_tokens: int
+    num_copied_out_blocks: int  # to the host
+    num_copied_in_blocks: int
     num_computed_tokens: int  # prompt and output, recomputation included
     num_generated_tokens: int
     num_preemptions: int
+    num_drafts: int  # spans with a draft
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 class Engine:
     """A model, its cache and the requests on it.
 
-    `max_model_len` bounds prompt plus output of a choice; None: what the cache holds.
+    `max_model_len` bounds prompt plus output of a choice; None: what the cache holds. `speculator` decides on drafts; None: as the
+    configuration says, with lookups in the sequence's own past. `clock`, in seconds, times the steps for it.
     """
 
     def __init__(
@@ -71,14 +84,18 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         max_model_len: int | None = None,
         model_version: str = "",
+        speculator: Speculator | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len or config.max_model_len or config.num_blocks * config.block_size
         self.model_version = model_version
         self.runner = runner
+        self.speculator = speculator or (Speculator(SuffixDrafter(), config.speculation) if config.speculation else None)
+        self._clock = clock
         ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]  # some configs name tokens that the weights lack
-        self.batcher = Batcher(config, self.max_model_len, ends, model_version, kv_format=config.cache_format)
+        self.batcher = Batcher(config, self.max_model_len, ends, model_version, config.cache_format, self.speculator)
 
     @classmethod
     def from_path(cls, path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> "Engine":
@@ -119,14 +136,27 @@ class Engine:
         request with FinishReason.ERROR instead.
         """
         batch = self.batcher.schedule(now)
+        if batch.num_copies:
+            self._copy(batch)
+        started = self._clock()
         batch, results = self._execute(batch)
+        if self.speculator is not None and batch.spans:
+            self.speculator.observe(batch.spans, self._clock() - started)
         return self.batcher.commit(batch, results)
+
+    def _copy(self, batch: Batch) -> None:
+        started = self._clock()
+        self.runner.copy(batch)
+        self.batcher.costs.copy.record(batch.num_copies, self._clock() - started)
 
     def _execute(self, batch: Batch) -> tuple[Batch, list[SpanResult]]:
         """Runs the batch, without the request that makes the runner raise a SequenceError."""
         while batch.spans:
+            started = self._clock()
             try:
-                return batch, self.runner.execute(batch)
+                results = self.runner.execute(batch)
+                self.batcher.costs.record_step([span.length for span in batch.spans], self._clock() - started)
+                return batch, results
             except SequenceError as error:
                 self.batcher.fail(error)
                 batch = batch.without(error.request_id)
@@ -141,7 +171,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Numbers for heartbeats and metrics."""
-        pool, counters = self.batcher.pool, self.batcher.counters
+        pool, host, counters = self.batcher.pool, self.batcher.host, self.batcher.counters
+        speculation = self.speculator.counters if self.speculator is not None else SpeculationCounters()
         return EngineStats(
             num_running=len(self.batcher.running),
             num_waiting=len(self.batcher.waiting),
@@ -151,9 +182,18 @@ class Engine:
             num_free_blocks=pool.num_available - pool.num_cached,
             num_prefix_query_tokens=counters.prefix_query_tokens,
             num_prefix_hit_tokens=counters.prefix_hit_tokens,
+            num_host_blocks=host.num_slots,
+            num_held_host_blocks=host.num_held,
+            num_host_query_tokens=counters.host_query_tokens,
+            num_host_hit_tokens=counters.host_hit_tokens,
+            num_copied_out_blocks=counters.copied_out_blocks,
+            num_copied_in_blocks=counters.copied_in_blocks,
             num_computed_tokens=counters.computed_tokens,
             num_generated_tokens=counters.generated_tokens,
             num_preemptions=counters.preemptions,
+            num_drafts=speculation.drafts,
+            num_draft_tokens=speculation.draft_tokens,
+            num_accepted_tokens=speculation.accepted_tokens,
         )
 
     def check_integrity(self) -> None:

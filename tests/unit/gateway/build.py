@@ -95,6 +95,7 @@ def make_model(**fields: Any) -> ServedModel:
         "vocab_size": VOCAB_SIZE,
         "created": 1_700_000_000,
         "max_model_len": MAX_MODEL_LEN,
+        "level": "fp32",
         "version": "0123456789abcdef",
         "ready": True,
     }

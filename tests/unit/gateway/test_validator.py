@@ -55,6 +55,7 @@ REFUSED: dict[str, list[Any]] = {
     "best_of": [*NOT_AN_INTEGER, *OUT_OF_INT32, 0, -1, 17, 2],
     "logprobs": [*NOT_AN_INTEGER, *OUT_OF_INT32, -1, 21, 100],
     "prompt_logprobs": [*NOT_AN_INTEGER, *OUT_OF_INT32, -1, 21, 100],
+    "speculation": ["false", "", 0, 1, 8, [], {}, NAN],
 }  # fmt: skip
 
 FLOAT_TENTH = 0.10000000149011612  # as float32 has it
@@ -86,6 +87,7 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("n", 1, 1), ("n", 16, 16), ("n", None, 1),
     ("logprobs", 0, 0), ("logprobs", 20, 20), ("logprobs", None, None),
     ("prompt_logprobs", 0, 0), ("prompt_logprobs", 20, 20), ("prompt_logprobs", None, None),
+    ("speculation", False, False), ("speculation", True, True), ("speculation", None, True),
 ]  # fmt: skip
 
 REFUSED_CASES = [(name, value) for name, values in REFUSED.items() for value in values]
