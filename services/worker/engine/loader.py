@@ -84,7 +84,7 @@ def build(
             done += source.num_bytes(name)
             if progress:
                 progress(done, total)
-            return weight.to(device) if isinstance(weight, Tensor) else weight
+            return weight.to(device)
 
         return make(source.config, weights, version(path))
 
