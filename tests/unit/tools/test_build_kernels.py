@@ -59,7 +59,9 @@ def test_no_compiler_is_one_line_for_each(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert build_kernels.main(arguments) == 1
-    lines = capsys.readouterr().err.splitlines()
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
     assert [line.split(";")[0] for line in lines] == [f"no kernels for {target}: there is no g++" for target in arguments or ["native"]]
     assert libraries(folder) == []
 

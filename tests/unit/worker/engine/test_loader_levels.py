@@ -13,7 +13,8 @@ from services.worker.engine.quantization import Quantized, Weights
 from tests.tiny_models import GGUF_TYPES, make_model, write_gguf
 
 SHAPE = {
-    "vocab_size": 96, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "vocab_size": 96, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2,
 }  # fmt: skip
 LLAMA = LlamaConfig(**SHAPE)
 BODY = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
