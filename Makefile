@@ -14,7 +14,8 @@ PROTOS := $(wildcard protos/forebay/v1/*.proto)
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-speculation speculation-lossless config-table compose-smoke clean
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine \
+  bench-speculation speculation-lossless config-table compose-smoke clean
 
 help: ## This list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -103,6 +104,9 @@ cancel-soak: setup ## 3,000 requests cancelled at random times
 
 bench-serving: setup ## Load on a running mesh (make up): requests/s, TTFT and ITL as JSON lines
 	@$(BIN)/python -m bench.serving $(ARGS)
+
+bench-engine: setup ## Step times of the CPU kernels beside the machine's bounds, as JSON lines
+	@$(BIN)/python -m bench.engine $(ARGS)
 
 bench-speculation: setup ## Speculation on against off, by kind of answer, as JSON lines (ARGS='--rounds 3', say)
 	@$(BIN)/python -m bench.speculation $(ARGS)

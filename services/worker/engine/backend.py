@@ -37,7 +37,6 @@ class Loaded:
 
 def load(path: Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Loaded:
     """Reads the model at the config's level. ModelFileError for a bad file, BackendError, OSError where threads can't be had."""
-    """Reads the model at the config's level. ModelFileError for a bad file, BackendError, OSError where threads can't be had."""
     rule = RULES[config.verification]
 
     def make(model: ModelConfig, weights: Weights, version: str) -> Loaded:

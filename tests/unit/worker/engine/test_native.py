@@ -117,6 +117,7 @@ def check_chunks_in_company(rounds: list[tuple[str, str, str]], target: str, rng
 ALL = [(name, level, kv_format) for name in CONFIGS for level in LEVELS for kv_format in KV_FORMATS]
 
 
+@pytest.mark.timeout(300)
 def test_200_rounds_of_random_chunks_in_company_are_bit_equal_to_token_by_token(folders: dict[str, Path]) -> None:
     """Every shape, level and cache format: threads that share a word, or a tile that looks at its neighbour, would show here."""
     rng = random.Random(4)
