@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from services.worker.engine.config import ModelConfig
 from services.worker.engine.kernels import library
 from services.worker.engine.kernels.cache import NativeCache
 from services.worker.engine.kv_cache import KVCache
-from services.worker.engine.loader import build
+from services.worker.engine.loader import build, load
 from services.worker.engine.models.decoder import Decoder
 from services.worker.engine.models.native import NativeDecoder
 from services.worker.engine.models.step import Step
@@ -115,6 +115,13 @@ def load_native(path: Path, level: str = "fp32", num_threads: int = 2, target: s
         return NativeDecoder(config, weights, version, level, compiled, num_threads)
 
     return build(path, make, level=level)
+
+
+def load_every_way(path: Path) -> Iterator[Callable[[], AnyDecoder]]:
+    """Loads of a file, each of which must refuse a bad one: as floats, and as integers for torch and for the kernels."""
+    yield lambda: load(path)
+    yield lambda: load(path, level="int4")
+    yield lambda: load_native(path, "int4", num_threads=1)
 
 
 def make_cache(decoder: AnyDecoder, num_blocks: int = 64, block_size: int = 16, kv_format: str | None = None) -> KVCache | NativeCache:
@@ -223,9 +230,11 @@ def write_gguf(
     *,
     extra: dict[str, int | float | str] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
+    kinds: dict[str, str] | None = None,
 ) -> None:
     """Write a model as GGUF, its matrices in type `kind`, and set the model's own weights to what the file's come to.
 
+    `kinds` are other types by a part of a matrix's Hugging Face name.
     Types that the gguf package can't quantise get random blocks of sane size.
     """
     config = model.config
@@ -260,7 +269,7 @@ def write_gguf(
         )
         if architecture == "llama" and heads:  # as llama.cpp's conversion does
             values = values.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
-        quantised = kind if len(shape) == 2 else "F32"
+        quantised = next((k for part, k in (kinds or {}).items() if part in name), kind) if len(shape) == 2 else "F32"
         raw, values = _quantise(np.ascontiguousarray(values), gguf.GGMLQuantizationType[quantised])
         if architecture == "llama" and heads:
             values = values.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)

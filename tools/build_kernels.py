@@ -54,6 +54,7 @@ def _build(target: str, name: str) -> Path:
         return path
     if target == "native" and not library.LEVELS["v3"] <= library.cpu_flags():
         raise NoKernels(f"they need an x86-64 CPU with AVX2, and this one ({platform.machine()}) is another")
+    _compiler()  # before any word of compiling
     print(f"compiling kernels for {target} (about half a minute)", flush=True)
     with tempfile.TemporaryDirectory(dir=library.FOLDER) as folder:
         fresh = Path(folder) / path.name
@@ -67,12 +68,17 @@ def _build(target: str, name: str) -> Path:
 
 def compile_sources(sources: Sequence[Path], output: Path, flags: Sequence[str]) -> None:
     """Runs g++ with the common flags and `flags`, which come last. NoKernels."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise NoKernels("there is no g++")
+    compiler = _compiler()
     code = subprocess.run([compiler, *COMMON, *flags, *map(str, sources), "-o", str(output)]).returncode  # noqa: S603
     if code != 0:
         raise NoKernels(f"{compiler} ended with {code}")
+
+
+def _compiler() -> str:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise NoKernels("there is no g++")
+    return compiler
 
 
 def main(targets: list[str]) -> int:

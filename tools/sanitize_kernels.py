@@ -30,11 +30,16 @@ def check_memory(folder: Path) -> int:
     for target in ("native", "v3"):
         print(f"compiling kernels for {target} with sanitizers", flush=True)
         compile_sources(sorted(library.FOLDER.glob("*.cpp")), folder / f"forebay-{target}-sanitized.so", [*FLAGS[target], *_MEMORY])
-    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()  # noqa: S607
+    # The second, as the sanitizer looks for what throws exceptions before Python has loaded it.
+    runtimes = " ".join(_runtime(name) for name in ("libasan.so", "libstdc++.so"))
     # Python's own leaks are none of ours; a test asks for more memory than there is.
-    options = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    options = {"LD_PRELOAD": runtimes, "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     command = [sys.executable, "-m", "pytest", "-x", "-s", "--timeout", "3000", str(_TESTS / "test_native.py")]
     return subprocess.run(command, env=os.environ | options | {"FOREBAY_TEST_KERNELS": str(folder)}).returncode  # noqa: S603
+
+
+def _runtime(name: str) -> str:
+    return subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603, S607
 
 
 def check_threads(folder: Path) -> int:

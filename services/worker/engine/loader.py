@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -51,7 +50,7 @@ class Source:
     shapes: Mapping[str, tuple[int, ...]]
     num_bytes: Callable[[str], int]
     read: Callable[[str], Tensor]
-    bits: Callable[[str], int]  # of a stored weight, rounded down
+    bits: Callable[[str], int]  # of a stored weight, without its group's scale and offset
     read_quantized: Callable[[str], Quantized | None]  # as it is stored; None where that isn't in groups of 8 or 4 bits
 
 
@@ -85,7 +84,7 @@ def build(
             done += source.num_bytes(name)
             if progress:
                 progress(done, total)
-            return weight.to(device) if isinstance(weight, Tensor) else weight
+            return weight.to(device)
 
         return make(source.config, weights, version(path))
 
@@ -112,10 +111,10 @@ def _reader(source: Source, expected: Mapping[str, tuple[int, ...]], level: str)
         if not _is_matrix(name):
             return source.read(name).float()
         width = source.config.head_dim if name.endswith("o_proj.weight") else None
-        stored = source.read_quantized(name) if width is None or width % GROUP == 0 else None
-        if stored is not None and (level == "int4" or stored.offsets is None):
-            return stored if width is None else replace(stored, width=width)
         small = level == "int4" and name in body and (not has_four_bits or source.bits(name) <= 4)
+        stored = source.read_quantized(name) if width is None or width % GROUP == 0 else None
+        if stored is not None and (not small if stored.offsets is None else level == "int4"):
+            return stored if width is None else replace(stored, width=width)
         return quantize(source.read(name), "int4" if small else "int8", width)
 
     return read
@@ -239,9 +238,16 @@ def _gguf_source(gguf: GGUFFile) -> Source:
         shapes={name: infos[original].shape for name, original in names.items()},
         num_bytes=lambda name: infos[names[name]].num_bytes,
         read=read,
-        bits=lambda name: infos[names[name]].num_bytes * 8 // prod(infos[names[name]].shape),
+        bits=lambda name: _bits(infos[names[name]].kind.name),
         read_quantized=read_quantized,
     )
+
+
+def _bits(kind: str) -> int:
+    """Q4_1 -> 4, BF16 -> 16: the first number in the name of a GGUF type."""
+    number = re.search(r"\d+", kind)
+    assert number, kind
+    return int(number[0])
 
 
 def _permuted_heads(name: str, config: ModelConfig) -> int:

@@ -32,6 +32,11 @@ class Quantized:
             grouped += self.offsets.float().unsqueeze(-1)
         return unpad(grouped.flatten(1), self.width)
 
+    def to(self, device: torch.device | str) -> "Quantized":
+        """The same on a device."""
+        parts = (part if part is None else part.to(device) for part in (self.values, self.scales, self.offsets))
+        return Quantized(self.width, *parts)  # type: ignore[arg-type]
+
     def rows(self, order: Tensor) -> "Quantized":
         """The outputs in another order, [num_outputs] int64."""
         return Quantized(self.width, self.values[order], self.scales[order], None if self.offsets is None else self.offsets[order])

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.settings import SettingsError
+from services.common.settings import SettingsError, read
+from services.worker import loading
 from services.worker.engine.config import ModelConfig, RopeConfig
+from services.worker.engine.kernels import library
 from services.worker.loading import engine_config, fingerprint
 from services.worker.settings import WorkerSettings
 
@@ -57,6 +59,51 @@ def test_too_little_memory_is_refused_with_the_least_that_would_do(monkeypatch: 
 def test_a_cache_beyond_the_hosts_memory_is_refused() -> None:
     with pytest.raises(SettingsError, match="lower FOREBAY_NUM_BLOCKS"):
         engine_config(WorkerSettings(model="m", level="fp32", backend="torch", num_blocks=1 << 50), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"level": "int5"}, "FOREBAY_LEVEL=int5"),
+        ({"kv_format": "int4"}, "FOREBAY_KV_FORMAT=int4"),
+        ({"backend": "onnx"}, "FOREBAY_BACKEND=onnx"),
+        ({"block_size": "257"}, "FOREBAY_BLOCK_SIZE=257"),
+    ],
+)
+def test_an_unknown_level_format_or_backend_is_one_line(fields: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_MODEL", "m")
+    for name, value in fields.items():
+        monkeypatch.setenv(f"FOREBAY_{name.upper()}", value)
+    with pytest.raises(SettingsError) as caught:
+        read(WorkerSettings)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_backend_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match="backend native: its kernels run on the CPU, not on cuda"):
+        engine_config(WorkerSettings(model="m", level="fp32", backend="native", device="cuda"), SMALL)
+    monkeypatch.setattr(library, "find", lambda: None)
+    for level in ("auto", "int4"):
+        with pytest.raises(SettingsError, match="backend native: no compiled kernels fit this machine"):
+            engine_config(WorkerSettings(model="m", level=level, backend="native"), SMALL)
+
+
+def test_auto_is_the_files_level_with_kernels_and_fp32_with_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "suggested_level", lambda _: "int4")
+
+    def level(**fields: object) -> tuple[str, str]:
+        config = engine_config(WorkerSettings(model="m", num_blocks=2, **fields), SMALL)  # type: ignore[arg-type]
+        return config.level, config.cache_format
+
+    assert level() == ("int4", "bf16")
+    assert level(kv_format="fp8") == ("int4", "fp8")
+    assert level(level="int8") == ("int8", "bf16")
+    assert level(backend="torch") == ("fp32", "fp32")
+    assert level(device="cuda") == ("int4", "bf16")
+    assert level(backend="torch", level="int8", kv_format="int8") == ("int8", "int8")
+    monkeypatch.setattr(library, "find", lambda: None)
+    assert level() == ("fp32", "fp32")
 
 
 def test_host_memory_is_counted_in_blocks_and_off_unless_asked_for() -> None:

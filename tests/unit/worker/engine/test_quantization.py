@@ -77,6 +77,13 @@ def test_rows_come_in_another_order() -> None:
         assert torch.equal(weight.rows(order).dequantize(), weight.dequantize()[order])
 
 
+def test_all_of_it_goes_to_a_device() -> None:
+    for level, num_parts in (("int8", 2), ("int4", 3)):
+        moved = quantize(torch.randn(4, 40), level).to("meta")
+        assert [part.device.type for part in (moved.values, moved.scales, moved.offsets) if part is not None] == ["meta"] * num_parts
+        assert moved.dequantize().shape == (4, 40)
+
+
 def test_a_stack_of_one_kind_keeps_every_value() -> None:
     parts = [torch.randn(count, 48) for count in (1, 5, 3)]
     assert torch.equal(as_tensor(stack(parts)), torch.cat(parts))
