@@ -43,6 +43,11 @@ class WorkerSettings(ServiceSettings):
     verification: Verification = Field(
         Verification.GUMBEL, description="gumbel: drafts change no token of a seed; rejection: they don't change the distribution"
     )
+    host_memory: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        description="host memory for blocks that the prefix cache evicts, such as 8GiB; beside a CPU's cache, more kv_memory is better",
+    )
     drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, how long running requests may go on")
 
     @property

@@ -129,6 +129,7 @@ class EngineConfig:
     prefix_cache: bool = True
     speculation: int = 0  # most draft tokens per sequence and step; 0: off
     verification: Verification = Verification.GUMBEL
+    host_blocks: int = 0  # what the prefix cache evicts goes on in as many blocks of host memory
 
     @property
     def cache_format(self) -> str:

@@ -1,4 +1,4 @@
-"""The engine: token ids in, token ids out. One thread calls it; it knows no text and no network."""
+"""The engine: token ids in, token ids out. One thread calls it; it knows no text and no network, and its clock only measures."""
 
 import secrets
 import time
@@ -54,6 +54,12 @@ class EngineStats:
     num_free_blocks: int
     num_prefix_query_tokens: int  # prompt tokens looked up in the prefix cache
     num_prefix_hit_tokens: int
+    num_host_blocks: int  # slots of host memory for what the cache evicts
+    num_held_host_blocks: int
+    num_host_query_tokens: int  # prompt tokens that the cache didn't have and the host was asked for
+    num_host_hit_tokens: int
+    num_copied_out_blocks: int  # to the host
+    num_copied_in_blocks: int
     num_computed_tokens: int  # prompt and output, recomputation included
     num_generated_tokens: int
     num_preemptions: int
@@ -130,21 +136,35 @@ class Engine:
         request with FinishReason.ERROR instead.
         """
         batch = self.batcher.schedule(now)
-        started = self._clock()
+        if batch.num_copies:
+            self._copy(batch)
+        if self.speculator is not None:
+            batch = self.speculator.draft(batch)
         batch, results = self._execute(batch)
-        if self.speculator is not None and batch.spans:
-            self.speculator.observe(batch.spans, self._clock() - started)
         return self.batcher.commit(batch, results)
+
+    def _copy(self, batch: Batch) -> None:
+        started = self._clock()
+        self.runner.copy(batch)
+        self.batcher.costs.copy.record(batch.num_copies, self._clock() - started)
 
     def _execute(self, batch: Batch) -> tuple[Batch, list[SpanResult]]:
         """Runs the batch, without the request that makes the runner raise a SequenceError."""
         while batch.spans:
+            started = self._clock()
             try:
-                return batch, self.runner.execute(batch)
+                results = self.runner.execute(batch)
+                self._measured(batch, self._clock() - started)
+                return batch, results
             except SequenceError as error:
                 self.batcher.fail(error)
                 batch = batch.without(error.request_id)
         return batch, []
+
+    def _measured(self, batch: Batch, seconds: float) -> None:
+        self.batcher.costs.record_step([span.length for span in batch.spans], seconds)
+        if self.speculator is not None:
+            self.speculator.observe(batch.spans, seconds)
 
     def progress(self) -> list[tuple[str, int, int]]:
         """(request id, output tokens so far, blocks held) of every live request, over its choices; a shared block counts once."""
@@ -155,7 +175,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Numbers for heartbeats and metrics."""
-        pool, counters = self.batcher.pool, self.batcher.counters
+        pool, host, counters = self.batcher.pool, self.batcher.host, self.batcher.counters
         speculation = self.speculator.counters if self.speculator is not None else SpeculationCounters()
         return EngineStats(
             num_running=len(self.batcher.running),
@@ -166,6 +186,12 @@ class Engine:
             num_free_blocks=pool.num_available - pool.num_cached,
             num_prefix_query_tokens=counters.prefix_query_tokens,
             num_prefix_hit_tokens=counters.prefix_hit_tokens,
+            num_host_blocks=host.num_slots,
+            num_held_host_blocks=host.num_held,
+            num_host_query_tokens=counters.host_query_tokens,
+            num_host_hit_tokens=counters.host_hit_tokens,
+            num_copied_out_blocks=counters.copied_out_blocks,
+            num_copied_in_blocks=counters.copied_in_blocks,
             num_computed_tokens=counters.computed_tokens,
             num_generated_tokens=counters.generated_tokens,
             num_preemptions=counters.preemptions,
