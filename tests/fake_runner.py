@@ -113,6 +113,7 @@ def fake_engine(
         model=model,
         before_execute=before_execute,
     )
+    # No time passes: copies always pay.
     return Engine(
         runner,
         config,
@@ -120,5 +121,5 @@ def fake_engine(
         eos_token_ids=eos_token_ids,
         model_version=model,
         speculator=speculator,
-        clock=lambda: 0.0,  # no time passes: copies always pay
+        clock=lambda: 0.0,
     )

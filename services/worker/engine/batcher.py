@@ -171,8 +171,9 @@ class Batcher:
         one_behind_first = sorted(self.running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1)  # stable: in order otherwise
         spans = [budget.spend(sequence) for sequence in one_behind_first]
         spans += self._admit(budget, now)
-        drafted = self._with_drafts([span for span in spans if span is not None], budget)
-        batch = Batch(tuple(drafted), tuple(self.host.copies_out), tuple(self.host.copies_in))
+        present = tuple(span for span in spans if span is not None)
+        draft_counts = self._make_room_for_drafts(present, budget)  # which may evict blocks, too
+        batch = Batch(present, tuple(self.host.copies_out), tuple(self.host.copies_in), draft_counts)
         assert batch.spans or not self.requests, "there is work, but nothing of it can run"
         return batch
 
@@ -262,13 +263,12 @@ class Batcher:
             self.counters.host_query_tokens += prompt_tokens - on_device
             self.counters.host_hit_tokens += sequence.group.num_cached_tokens - on_device
 
-    def _with_drafts(self, spans: list[Span], budget: Budget) -> list[Span]:
-        """The spans with drafts, made of what is left over: tokens of the step, slots, blocks. Nobody waits or gives way for a draft."""
+    def _make_room_for_drafts(self, spans: Seq[Span], budget: Budget) -> tuple[int, ...]:
+        """How many drafts each span may have, out of what is left over: tokens, slots, blocks. Nobody waits or gives way for a draft."""
         if self._speculator is None:
-            return spans
+            return ()
         counts = self._speculator.plan(spans, [self._draft_room(span) for span in spans], min(budget.tokens, budget.scored_rows))
-        granted = [self._reserve_slots(span.sequence, count) for span, count in zip(spans, counts, strict=True)]
-        return self._speculator.draft(spans, granted)
+        return tuple(self._reserve_slots(span.sequence, count) for span, count in zip(spans, counts, strict=True))
 
     def _draft_room(self, span: Span) -> int:
         """Most drafts that could be kept with the token that follows them, and have slots."""
