@@ -48,6 +48,7 @@ def load(path: Path, config: EngineConfig, progress: Callable[[int, int], None] 
         num_threads = config.num_threads or torch.get_num_threads()
         native = NativeDecoder(model, weights, version, config.level, compiled, num_threads)
         cache = NativeCache(model, config.num_blocks, config.block_size, config.cache_format)
+        native.bind(cache)
         return Loaded(ModelRunner(native, cache, config.host_blocks, rule), model, version)
 
     return build(path, make, level=config.level, device=config.device, progress=progress)
