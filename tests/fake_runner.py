@@ -11,7 +11,7 @@ from collections.abc import Callable
 from services.worker.engine.batch import Batch, Span, SpanResult
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
-from services.worker.engine.request import PositionLogprobs, TokenLogprob
+from services.worker.engine.request import PositionLogprobs, SequenceError, TokenLogprob
 from services.worker.engine.sequence import Sequence
 
 VOCAB_SIZE = 1000
@@ -56,12 +56,15 @@ class FakeRunner:
             result.prompt_logprobs.append(PositionLogprobs(TokenLogprob(sequence.tokens[position + 1], -1.0)))
         if span.samples:
             token = self._next(sequence, span.end)
+            if token is None:
+                why = (sequence.grammar and sequence.grammar.error) or "every token is banned"
+                return SpanResult(error=SequenceError(sequence.request_id, sequence.choice_index, why, unsatisfiable=True))
             result.token_ids.append(token)
             if sequence.sampling.logprobs is not None:
                 result.logprobs.append(PositionLogprobs(TokenLogprob(token, -1.0)))
         return result
 
-    def _next(self, sequence: Sequence, num_tokens: int) -> int:
+    def _next(self, sequence: Sequence, num_tokens: int) -> int | None:
         """The token behind the first `num_tokens`, by what the blocks say about them."""
         size = self.block_size
         read = array("i")
@@ -72,15 +75,19 @@ class FakeRunner:
         return next_token(read, sequence, self.vocab_size, self.model)
 
 
-def next_token(context: "array[int]", sequence: Sequence, vocab_size: int, model: str = "") -> int:
-    """A hash of the context and, where the request samples, of seed and choice."""
+def next_token(context: "array[int]", sequence: Sequence, vocab_size: int, model: str = "") -> int | None:
+    """None where none is allowed. A hash of the context and, where the request samples, of seed and choice."""
     sampling = sequence.sampling
     salt = f"{model}/{sampling.seed}/{sequence.choice_index}" if sampling.temperature > 0 else model
     digest = hashlib.blake2b(context.tobytes(), key=salt.encode(), digest_size=8).digest()
     token = int.from_bytes(digest, "little") % vocab_size
-    while token in sequence.banned_ids or sampling.logit_bias.get(token, 0) <= -100:
+    allowed = None if sequence.grammar is None else sequence.grammar.masks()[0]
+    for _ in range(vocab_size):
+        banned = token in sequence.banned_ids or sampling.logit_bias.get(token, 0) <= -100
+        if not banned and (allowed is None or allowed[token // 8] >> token % 8 & 1):
+            return token
         token = (token + 1) % vocab_size
-    return token
+    return None
 
 
 def fake_engine(

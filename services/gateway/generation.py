@@ -118,7 +118,7 @@ class _Run:
         """The text of new tokens. The token that an engine stopped at is delivered and counted, but is no text."""
         stream = self._texts[news.choice_index]
         ids = list(news.token_ids)
-        end = ids[-1:] if news.finish_reason == types_pb2.FINISH_REASON_STOP else []
+        end = ids[-1:] if news.finish_reason == types_pb2.FINISH_REASON_STOP and not news.grammar_complete else []
         piece = stream.push(ids[: len(ids) - len(end)])
         if piece.stopped or news.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED:
             return piece

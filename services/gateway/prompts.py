@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 from services.common.errors import invalid
-from services.gateway.validator import Field, Limits, check_unicode, token_id_of, validate_label
+from services.gateway.field import Field, check_unicode
+from services.gateway.validator import Limits, token_id_of, validate_label
 
 MAX_PROMPT_BYTES = 1 << 20
 MAX_PROMPTS = 64

@@ -14,9 +14,12 @@ from typing import TypeAlias, TypeVar
 from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError, invalid, unavailable
 from services.gateway.auth import Caller
+from services.gateway.field import shown
 from services.gateway.models import ServedModel
 from services.gateway.prompts import Prompt, check_prompt_length, validate_messages, validate_prompts
-from services.gateway.validator import Limits, Sampling, shown, validate_label, validate_sampling
+from services.gateway.validator import Limits, Sampling, validate_label, validate_sampling
+from services.text.compiler import CompilerBusy, GrammarError
+from services.text.grammar import Grammar
 
 LatencyClass: TypeAlias = types_pb2.LatencyClass.ValueType
 REALTIME, STANDARD, BATCH = types_pb2.LATENCY_CLASS_REALTIME, types_pb2.LATENCY_CLASS_STANDARD, types_pb2.LATENCY_CLASS_BATCH
@@ -87,7 +90,7 @@ async def admit_completion(envelope: Envelope, prompt: object, fields: Mapping[s
 
     Raises INVALID_ARGUMENT naming the client's field; UNAVAILABLE while no worker has shown the model; DEADLINE_EXCEEDED.
     """
-    head = _admit_head(envelope, fields)
+    head = await _admit_head(envelope, fields)
     prompts = validate_prompts(prompt, limits=envelope.limits, name=envelope.name("prompt"))
     tokenizer = envelope.model.tokenizer
 
@@ -116,7 +119,7 @@ def _check_scores(sampling: Sampling, num_prompt_tokens: int, name: str) -> None
 
 async def admit_chat(envelope: Envelope, messages: object, fields: Mapping[str, object]) -> Generation:
     """The generation that answers a conversation: `messages` as OpenAI's, unchecked. Raises as admit_completion."""
-    head = _admit_head(envelope, fields)
+    head = await _admit_head(envelope, fields)
     text, ids = await _rendered(envelope.model, messages, envelope.name("messages"))
     return head.generation(text, ids, envelope.name("messages"))
 
@@ -179,9 +182,9 @@ class _Head:
         )
 
 
-def _admit_head(envelope: Envelope, fields: Mapping[str, object]) -> _Head:
+async def _admit_head(envelope: Envelope, fields: Mapping[str, object]) -> _Head:
     """All that can be refused before the prompt is looked at."""
-    validate_sampling(fields, limits=envelope.limits, names=envelope.names)
+    sampling = validate_sampling(fields, limits=envelope.limits, names=envelope.names)
     label = validate_label(envelope.label, name=envelope.name("label"))
     resolved = STANDARD if envelope.latency_class == types_pb2.LATENCY_CLASS_UNSPECIFIED else envelope.latency_class
     if resolved not in DEADLINE_SECONDS:
@@ -190,7 +193,21 @@ def _admit_head(envelope: Envelope, fields: Mapping[str, object]) -> _Head:
     deadline = _deadline(envelope.deadline_seconds, resolved)
     if not envelope.model.version:
         raise unavailable(f"no worker has loaded {envelope.model.name} yet: try again", reason="NO_WORKER")
+    if sampling.grammar is not None:
+        await _check_grammar(envelope, sampling.grammar)
+        fields = {**fields, "grammar": sampling.grammar}
     return _Head(envelope, fields, resolved, deadline, label)
+
+
+async def _check_grammar(envelope: Envelope, grammar: Grammar) -> None:
+    """Compiles it, as the worker will: what it refuses is refused before anything is placed."""
+    name = envelope.name("grammar")
+    try:
+        await envelope.model.compiler.compile(grammar)
+    except GrammarError as error:
+        raise invalid(name, f"{name} can't be enforced: {error}") from None
+    except CompilerBusy as error:
+        raise unavailable(f"{error}: try again", reason="TOO_MANY_GRAMMARS") from None
 
 
 def _deadline(seconds: float | None, resolved: LatencyClass) -> float:

@@ -132,11 +132,20 @@ def sampling_fields(sampling: types_pb2.SamplingParams) -> Mapping[str, object]:
     for descriptor, value in sampling.ListFields():
         if descriptor.name == "logit_bias":
             fields["logit_bias"] = dict(value)
+        elif descriptor.name == "grammar":
+            fields["grammar"] = _grammar(value)
         elif descriptor.name in ("stop", "stop_token_ids"):
             fields[descriptor.name] = list(value)
         else:
             fields[descriptor.name] = value
     return fields
+
+
+def _grammar(grammar: types_pb2.Grammar) -> Mapping[str, object]:
+    kind = grammar.WhichOneof("kind")
+    if kind is None:
+        return {}
+    return {kind: list(grammar.choice.choices) if kind == "choice" else getattr(grammar, kind)}
 
 
 def _deadline(context: Context) -> float | None:

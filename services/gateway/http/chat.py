@@ -11,13 +11,14 @@ from services.gateway.http import sse
 from services.gateway.http.answer import REASONS, TIERS, Answer, Numbered, usage_object
 from services.gateway.http.fields import SAMPLING, flag
 from services.gateway.http.logprobs import chat_content
+from services.gateway.http.structured import grammar_of
 from services.gateway.request import Generation
 
 
 def sampling_fields(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The validator's fields of a chat request, and what the client called those that have another name here."""
-    sampling = {name: body[name] for name in SAMPLING if name in body}
-    names: dict[str, str] = {}
+    grammar, names = grammar_of(body)
+    sampling = {name: body[name] for name in SAMPLING if name in body} | grammar
     limit = body.get("max_completion_tokens")
     if limit is not None:
         if body.get("max_tokens") is not None and body["max_tokens"] != limit:

@@ -20,7 +20,9 @@ SAMPLING = frozenset(
     )
 )
 """Fields that go to the validator under their own names, on both endpoints."""
-_COMMON = frozenset(("model", "stream", "stream_options", "user", "service_tier", "strict", "logprobs"))
+_COMMON = frozenset(
+    ("model", "stream", "stream_options", "user", "service_tier", "strict", "logprobs", "response_format", "structured_outputs")
+)
 _MAX_NAMED = 20
 
 # Known to OpenAI clients, not offered: field -> values that ask for nothing. null always does.
@@ -30,7 +32,6 @@ _NOT_OFFERED: Mapping[str, Sequence[Any]] = {
     "functions": ([],),
     "function_call": ("none",),
     "parallel_tool_calls": (),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -45,7 +46,6 @@ _NOT_OFFERED: Mapping[str, Sequence[Any]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "structured_outputs": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),

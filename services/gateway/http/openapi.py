@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from services.gateway.grammar_field import MAX_GRAMMAR_CHOICES
 from services.gateway.prompts import MAX_PROMPTS, ROLES
 from services.gateway.request import CLASSES
 from services.gateway.validator import (
@@ -59,6 +60,31 @@ _COMMON: dict[str, Schema] = {
     "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
     "user": {"type": ["string", "null"], "maxLength": MAX_LABEL_CHARS},
     "service_tier": {"enum": [*CLASSES, None], "description": "priority: realtime; auto and default: standard; flex: batch."},
+    "response_format": {
+        "type": ["object", "null"],
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {
+                "type": "object",
+                "required": ["schema"],
+                "properties": {"name": {"type": "string"}, "strict": _FLAG, "schema": {"type": "object"}},
+            },
+        },
+        "description": "A schema is always enforced; what in it can't be is refused.",
+    },
+    "structured_outputs": {
+        "type": ["object", "null"],
+        "minProperties": 1,
+        "maxProperties": 1,
+        "properties": {
+            "json": {"type": ["object", "string"]},
+            "json_object": {"const": True},
+            "regex": {"type": "string", "minLength": 1},
+            "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_GRAMMAR_CHOICES},
+            "grammar": {"type": "string", "minLength": 1, "description": "llguidance's dialect of Lark."},
+        },
+    },
     "strict": {**_FLAG, "description": "Refuse unknown fields instead of naming them in x-forebay-ignored."},
 }
 _MESSAGES: Schema = {

@@ -8,8 +8,8 @@ import jinja2
 from services.common import log
 from services.common.errors import StatusError, invalid
 from services.gateway.text import sandbox
-from services.gateway.text.gguf_metadata import ModelError
-from services.gateway.text.tokenizer import SpecialTokens
+from services.text.gguf_metadata import ModelError
+from services.text.tokenizer import SpecialTokens
 
 _log = log.get(__name__)
 

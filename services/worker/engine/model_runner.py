@@ -68,7 +68,8 @@ def _ints(values: Sequence[int], device: torch.device) -> Tensor:
 
 def _sample_row(span: Span) -> SampleRow:
     sequence = span.sequence
-    return SampleRow(sequence.sampling, sequence.choice_index, sequence.tokens, sequence.num_prompt_tokens, sequence.banned_ids)
+    allowed = None if sequence.grammar is None else sequence.grammar.masks()[0]
+    return SampleRow(sequence.sampling, sequence.choice_index, sequence.tokens, sequence.num_prompt_tokens, sequence.banned_ids, allowed)
 
 
 def _score(span: Span, logits: Tensor, result: SpanResult) -> None:
@@ -85,7 +86,8 @@ def _score(span: Span, logits: Tensor, result: SpanResult) -> None:
 def _take(span: Span, outcome: Sample, result: SpanResult) -> None:
     if outcome.error is not None:
         sequence = span.sequence
-        result.error = SequenceError(sequence.request_id, sequence.choice_index, outcome.error, unsatisfiable=outcome.unsatisfiable)
+        why = (outcome.unsatisfiable and sequence.grammar and sequence.grammar.error) or outcome.error
+        result.error = SequenceError(sequence.request_id, sequence.choice_index, why, unsatisfiable=outcome.unsatisfiable)
         return
     result.token_ids.append(outcome.token_id)
     if outcome.logprobs is not None:
