@@ -19,7 +19,12 @@ JOBS ?= 2
 help: ## This list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
-setup: $(VENV)/.stamp ## The virtual environment in .venv, with the default model
+setup: $(VENV)/.kernels ## The virtual environment in .venv, with the default model and the CPU kernels
+
+# Compiled for this very CPU; without g++, or on another kind of CPU, the engine computes by torch and says so.
+$(VENV)/.kernels: $(VENV)/.stamp $(wildcard services/worker/engine/kernels/*.cpp services/worker/engine/kernels/*.h) tools/build_kernels.py
+	@$(BIN)/python tools/build_kernels.py
+	touch $@
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then

@@ -1,5 +1,6 @@
 """Tiny random models for the engine's tests, made with transformers, and a plain way to drive a decoder: steps of chosen chunks."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from services.worker.engine.attention import AttentionMetadata
+from services.worker.engine.config import ModelConfig
+from services.worker.engine.kernels import library
+from services.worker.engine.kernels.cache import NativeCache
 from services.worker.engine.kv_cache import KVCache
+from services.worker.engine.loader import build
 from services.worker.engine.models.decoder import Decoder
+from services.worker.engine.models.native import NativeDecoder
+from services.worker.engine.models.step import Step
+from services.worker.engine.quantization import Weights
 
 VOCAB = 199  # odd on purpose: no vector of any width divides it
 _SHAPE = {
@@ -86,27 +93,58 @@ class Chunk:
     table: Sequence[int]
 
 
-def make_cache(decoder: Decoder, num_blocks: int = 64, block_size: int = 16) -> KVCache:
-    """A cache full of NaN: nothing that wasn't written may be read."""
-    kv = KVCache(decoder.config, num_blocks, block_size, decoder.dtype, decoder.device)
-    kv.pages.fill_(float("nan"))
+AnyDecoder = Decoder | NativeDecoder
+
+
+def load_native(path: Path, level: str = "fp32", num_threads: int = 2) -> NativeDecoder:
+    """The model on the CPU kernels, which `make setup` has compiled."""
+    compiled = library.find()
+    assert compiled is not None, "no kernels: run make setup"
+
+    def make(config: ModelConfig, weights: Weights, version: str) -> NativeDecoder:
+        return NativeDecoder(config, weights, version, level, compiled, num_threads)
+
+    return build(path, make, level=level)
+
+
+def make_cache(decoder: AnyDecoder, num_blocks: int = 64, block_size: int = 16, kv_format: str | None = None) -> KVCache | NativeCache:
+    """A cache full of NaN: nothing that wasn't written may be read. By default in the format that the decoder computes in."""
+    if isinstance(decoder, NativeDecoder):
+        native = NativeCache(decoder.config, num_blocks, block_size, kv_format or "fp32")
+        poison(native)
+        return native
+    kv = KVCache(decoder.config, num_blocks, block_size, kv_format or {torch.float32: "fp32"}.get(decoder.dtype, "bf16"), decoder.device)
+    poison(kv)
     return kv
 
 
-def run_step(decoder: Decoder, kv: KVCache, chunks: Sequence[Chunk]) -> list[Tensor]:
+def poison(kv: KVCache | NativeCache, block: int | None = None) -> None:
+    """NaN in all blocks, or in one."""
+    pages = kv.pages if block is None else kv.pages[block]
+    pages.view(torch.uint8).fill_(0xFF)  # all bits set are a NaN in floats and in the scales of 8-bit formats
+    if isinstance(kv, KVCache) and kv.scales is not None:
+        (kv.scales if block is None else kv.scales[block]).fill_(float("nan"))
+
+
+def run_step(decoder: AnyDecoder, kv: KVCache | NativeCache, chunks: Sequence[Chunk]) -> list[Tensor]:
     """One step; the logits [num_tokens, vocab] of every token of each chunk."""
     lengths = [chunk.stop - chunk.start for chunk in chunks]
-    metadata = AttentionMetadata.build(lengths, [chunk.stop for chunk in chunks], [chunk.table for chunk in chunks], kv.block_size)
-    tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens[chunk.start : chunk.stop]])
-    positions = torch.tensor([position for chunk in chunks for position in range(chunk.start, chunk.stop)])
-    logits = decoder.forward(tokens, positions, kv, metadata, torch.arange(len(tokens)))
-    return list(logits.split(lengths))
+    step = Step(
+        tokens=[token for chunk in chunks for token in chunk.tokens[chunk.start : chunk.stop]],
+        query_lengths=lengths,
+        context_lengths=[chunk.stop for chunk in chunks],
+        block_tables=[chunk.table for chunk in chunks],
+        logit_rows=range(sum(lengths)),
+    )
+    return list(decoder.forward(step, kv).split(lengths))  # type: ignore[arg-type]
 
 
-def run_alone(decoder: Decoder, tokens: Sequence[int], sizes: Sequence[int] = (), block_size: int = 16) -> Tensor:
+def run_alone(
+    decoder: AnyDecoder, tokens: Sequence[int], sizes: Sequence[int] = (), block_size: int = 16, kv_format: str | None = None
+) -> Tensor:
     """Logits [num_tokens, vocab] of a text in an engine of its own, in chunks of `sizes` and then the rest."""
     num_blocks = -(-len(tokens) // block_size)
-    kv, table = make_cache(decoder, num_blocks, block_size), range(num_blocks)
+    kv, table = make_cache(decoder, num_blocks, block_size, kv_format), range(num_blocks)
     out, start = [], 0
     for size in [*sizes, len(tokens)]:
         stop = min(start + size, len(tokens))
@@ -114,6 +152,34 @@ def run_alone(decoder: Decoder, tokens: Sequence[int], sizes: Sequence[int] = ()
             out += run_step(decoder, kv, [Chunk(tokens, start, stop, table)])
         start = stop
     return torch.cat(out)
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def run_together(
+    decoder: AnyDecoder, texts: list[list[int]], rng: random.Random, block_size: int = 16, kv_format: str | None = None
+) -> list[Tensor]:
+    """Logits of every text when they advance by random chunks, some or all of them in a step, on scattered blocks."""
+    counts = [-(-len(text) // block_size) for text in texts]
+    kv = make_cache(decoder, sum(counts), block_size, kv_format)
+    blocks = list(range(sum(counts)))
+    rng.shuffle(blocks)
+    tables = [[blocks.pop() for _ in range(count)] for count in counts]
+    done = [0] * len(texts)
+    logits: list[list[Tensor]] = [[] for _ in texts]
+    while any(at < len(text) for at, text in zip(done, texts, strict=True)):
+        going = [i for i in range(len(texts)) if done[i] < len(texts[i]) and rng.random() < 0.8]
+        rng.shuffle(going)
+        chunks = [Chunk(texts[i], done[i], min(len(texts[i]), done[i] + rng.choice([1, 1, 1, 2, 5, 17, 130])), tables[i]) for i in going]
+        if not chunks:
+            continue
+        for i, chunk, rows in zip(going, chunks, run_step(decoder, kv, chunks), strict=True):
+            logits[i].append(rows)
+            done[i] = chunk.stop
+    return [torch.cat(rows) for rows in logits]
 
 
 GGUF_TYPES = {

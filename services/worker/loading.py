@@ -18,13 +18,13 @@ from services.common.settings import SettingsError
 from services.text import model_files
 from services.text.compiler import Compiler
 from services.text.gguf_metadata import ModelError
+from services.worker.engine import backend
 from services.worker.engine.config import EngineConfig, ModelConfig
 from services.worker.engine.engine import Engine
-from services.worker.engine.loader import read_config
-from services.worker.settings import LEVEL, WorkerSettings
+from services.worker.engine.loader import read_config, suggested_level
+from services.worker.settings import WorkerSettings
 from services.worker.wire import Served
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 PROGRESS_SECONDS = 0.1
 
 _logger = log.get(__name__)
@@ -51,10 +51,18 @@ def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
         max_step_tokens=settings.max_step_tokens,
         max_model_len=settings.max_model_len,
         device=settings.device,
+        level=settings.level,
+        kv_format=None if settings.kv_format == "auto" else settings.kv_format,
+        backend=settings.backend,
         num_threads=settings.num_threads,
         prefix_cache=settings.prefix_cache,
     )
-    block_bytes = model.kv_bytes_per_token(ELEMENT_BYTES[config.dtype]) * config.block_size
+    try:
+        if config.level == "auto":
+            config = replace(config, level=_level(config, settings.model_path, model))
+        block_bytes = backend.block_bytes(config, model)
+    except backend.BackendError as error:
+        raise SettingsError(str(error)) from error
     num_blocks = settings.num_blocks or int(settings.kv_memory) // block_bytes
     if num_blocks < 2:
         raise SettingsError(
@@ -68,12 +76,22 @@ def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
     return replace(config, num_blocks=num_blocks)
 
 
-def fingerprint(config: EngineConfig) -> str:
+def fingerprint(config: EngineConfig, model: ModelConfig) -> str:
     """Names what equal token ids depend on besides the weights' version: level, cache format, runner."""
-    device = (
-        "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if config.device == "cpu" else torch.cuda.get_device_name(config.device)
-    )
-    return f"{LEVEL}/kv-{config.dtype}/torch-{torch.__version__.partition('+')[0]}-{device}".replace(" ", "-")
+    if compiled := backend.kernels(config, model):
+        runner = compiled.name
+    else:
+        on_cpu = config.device == "cpu"
+        device = "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if on_cpu else torch.cuda.get_device_name(config.device)
+        runner = f"torch-{torch.__version__.partition('+')[0]}-{device}".replace(" ", "-")
+    return f"{config.level}/kv-{config.cache_format}/{runner}"
+
+
+def _level(config: EngineConfig, path: Path, model: ModelConfig) -> str:
+    """What `auto` means: torch on a CPU would compute other levels no faster than fp32."""
+    if config.device == "cpu" and backend.kernels(replace(config, level="fp32"), model) is None:
+        return "fp32"
+    return suggested_level(path)
 
 
 def _load_into(loaded: "Future[tuple[Engine, Served]]", settings: WorkerSettings) -> None:
@@ -93,9 +111,9 @@ def _load(settings: WorkerSettings) -> tuple[Engine, Served]:
     started = time.monotonic()
     engine = Engine.from_path(path, config, progress=Progress())
     served = Served(
-        model=f"{settings.model_name}@{LEVEL}",
+        model=f"{settings.model_name}@{config.level}",
         version=engine.model_version,
-        fingerprint=fingerprint(config),
+        fingerprint=fingerprint(config, model),
         vocab_size=engine.vocab_size,
         block_size=config.block_size,
         num_blocks=config.num_blocks,

@@ -7,9 +7,6 @@ from pydantic import ByteSize, Field, StringConstraints
 
 from services.common.settings import HostPort, HostPorts, ServiceSettings, listed
 
-LEVEL = "fp32"
-"""The weights level of the torch runner: a quantised file is dequantised when it is loaded."""
-
 
 class WorkerSettings(ServiceSettings):
     """One device, one model. A field `x_y` is the variable FOREBAY_X_Y."""
@@ -24,6 +21,13 @@ class WorkerSettings(ServiceSettings):
     node_id: str = Field("", max_length=128, description="name of the host, for GetFleet; default: the host name")
     region: str = Field("", max_length=64, description="label for GetFleet")
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu or cuda:N")
+    level: str = Field(
+        "auto",
+        pattern=r"^(auto|fp32|bf16|int8|int4)$",
+        description="fp32, bf16, int8 or int4 weights; auto: as few bits as the file has, fp32 where torch computes on a CPU",
+    )
+    kv_format: str = Field("auto", pattern=r"^(auto|fp32|bf16|int8|fp8)$", description="of the cache; auto: fp32 at level fp32, else bf16")
+    backend: str = Field("auto", pattern=r"^(auto|native|torch)$", description="native CPU kernels or torch; auto: native where they fit")
     num_blocks: int | None = Field(None, ge=2, description="cache blocks; default: as many as fit into kv_memory")
     kv_memory: ByteSize = Field(ByteSize(512_000_000), gt=0, description="memory of the cache, such as 512MB or 2GiB")
     block_size: int = Field(16, ge=1, le=256, description="tokens per cache block")

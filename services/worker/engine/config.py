@@ -114,9 +114,16 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_model_len: int | None = None  # None: the model's own limit
     device: str = "cpu"
-    dtype: str = "fp32"  # fp32 or bf16
+    level: str = "fp32"  # of the weights: one of quantization.LEVELS
+    kv_format: str | None = None  # fp32, bf16, int8 or fp8; None: fp32 at level fp32, else bf16
+    backend: str = "auto"  # native (the CPU kernels), torch, or auto: native where it can be
     num_threads: int | None = None  # None: torch's default
     prefix_cache: bool = True
+
+    @property
+    def cache_format(self) -> str:
+        """The format of keys and values."""
+        return self.kv_format or ("fp32" if self.level == "fp32" else "bf16")
 
 
 def from_hugging_face(config: Mapping[str, object], generation: Mapping[str, object] | None = None) -> ModelConfig:

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import torch
 
+from services.worker.engine import backend
 from services.worker.engine.batch import Batch, Runner, SpanResult
 from services.worker.engine.batcher import Batcher
 from services.worker.engine.config import EngineConfig
-from services.worker.engine.kv_cache import KVCache
-from services.worker.engine.loader import load
-from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.request import (
     EngineRequest,
     FinishReason,
@@ -39,8 +37,6 @@ __all__ = [
     "TokenLogprob",
     "TokenOutput",
 ]
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -82,23 +78,22 @@ class Engine:
         self.model_version = model_version
         self.runner = runner
         ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]  # some configs name tokens that the weights lack
-        self.batcher = Batcher(config, self.max_model_len, ends, model_version, kv_format=config.dtype)
+        self.batcher = Batcher(config, self.max_model_len, ends, model_version, kv_format=config.cache_format)
 
     @classmethod
     def from_path(cls, path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> "Engine":
         """Loads a GGUF file or a Hugging Face folder. progress(bytes done, bytes in all). ModelFileError for a bad file."""
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        dtype = _DTYPES[config.dtype]
-        model = load(Path(path), dtype=dtype, device=config.device, progress=progress)
-        kv = KVCache(model.config, config.num_blocks, config.block_size, dtype, model.device)
+        loaded = backend.load(Path(path), config, progress)
+        model = loaded.config
         return cls(
-            ModelRunner(model, kv),
+            loaded.runner,
             config,
-            vocab_size=model.config.vocab_size,
-            eos_token_ids=model.config.eos_token_ids,
-            max_model_len=min(config.max_model_len or model.config.max_position, model.config.max_position),
-            model_version=model.version,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            max_model_len=min(config.max_model_len or model.max_position, model.max_position),
+            model_version=loaded.version,
         )
 
     @property

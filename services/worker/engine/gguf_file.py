@@ -19,6 +19,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from services.worker.engine.config import ModelFileError
+from services.worker.engine.gguf_blocks import from_gguf
+from services.worker.engine.quantization import Quantized
 
 _MAX_COUNT = 1 << 16  # tensors, metadata fields
 _MAX_ARRAY = 1 << 22  # elements; a vocabulary's size
@@ -81,6 +83,15 @@ class GGUFFile:
         with np.errstate(all="ignore"):  # hostile scales overflow to infinity; that is for the logits' check to say
             values = dequantize(raw.reshape(*rows, width // block_size * block_bytes), info.kind)
         return np.require(values.reshape(info.shape), np.float32, ["C", "W"])
+
+    def read_quantized(self, name: str) -> Quantized | None:
+        """The matrix in its own 8- or 4-bit values; None where its type has no such form."""
+        info = self.tensors[name]
+        if len(info.shape) != 2 or info.kind not in GGML_QUANT_SIZES:
+            return None
+        block_size, block_bytes = GGML_QUANT_SIZES[info.kind]
+        raw = np.frombuffer(self._map[info.offset : info.offset + info.num_bytes], np.uint8)
+        return from_gguf(raw.reshape(info.shape[0], info.shape[1] // block_size * block_bytes), info.kind)
 
     def _read_header(self) -> None:
         magic = self._take(4)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.worker.engine.quantization import Quantized, round_groups
+
 BASE_ROWS = 16
 ROW_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2)
 _PROBE_ELEMENTS = 4_000_000  # bounds the outputs of a probe, hence the largest piece for a wide matrix
@@ -20,12 +22,18 @@ _PROBE_ELEMENTS = 4_000_000  # bounds the outputs of a probe, hence the largest 
 class Linear:
     """x [num_rows, in] -> [num_rows, out]. The weight is kept transposed, [in, out]: there small pieces keep the bits of large ones."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | Quantized, bias: Tensor | None = None) -> None:
+        """A Quantized weight is held in fp32, and each row is rounded as the kernels for integers round it."""
+        self.rounded_width = weight.width if isinstance(weight, Quantized) else None
+        if isinstance(weight, Quantized):
+            weight = weight.dequantize()
         self.weight = weight.t().contiguous()
         self.bias = bias
         self.row_sizes = linear_row_sizes(*self.weight.shape, weight.dtype, torch.get_num_threads()) if weight.device.type == "cpu" else ()
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.rounded_width:
+            x = round_groups(x, self.rounded_width)
         x = x.contiguous()  # a transposed operand is another kernel
         product = self._in_pieces(x) if self.row_sizes else torch.mm(x, self.weight)
         return product if self.bias is None else product.add_(self.bias)

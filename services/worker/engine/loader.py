@@ -1,4 +1,4 @@
-"""Loads a model from a GGUF file or a Hugging Face folder: its config, its version, its weights under their Hugging Face names.
+"""Loads a model from a GGUF file or a Hugging Face folder: its config, its version, its weights at a level, by their Hugging Face names.
 
 Every tensor is checked against the config before any is read; one that the decoder wouldn't use is refused, as the model would be another.
 """
@@ -7,9 +7,10 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from torch import Tensor
 from services.worker.engine.config import ModelConfig, ModelFileError, from_gguf, from_hugging_face
 from services.worker.engine.gguf_file import GGUFFile
 from services.worker.engine.models.decoder import Decoder
+from services.worker.engine.quantization import GROUP, Quantized, Weights, quantize
 from services.worker.engine.safetensors_folder import SafetensorsFolder, read_json, weight_files
 
+Built = TypeVar("Built")
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 _NUM_SAMPLES = 64
@@ -48,30 +51,78 @@ class Source:
     shapes: Mapping[str, tuple[int, ...]]
     num_bytes: Callable[[str], int]
     read: Callable[[str], Tensor]
+    bits: Callable[[str], int]  # of a stored weight, rounded down
+    read_quantized: Callable[[str], Quantized | None]  # as it is stored; None where that isn't in groups of 8 or 4 bits
 
 
-def load(
-    path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", progress: Progress | None = None
-) -> Decoder:
-    """Read the whole model. Raises ModelFileError, with one line for a person, for anything wrong with it.
+def load(path: Path, *, level: str = "fp32", device: torch.device | str = "cpu", progress: Progress | None = None) -> Decoder:
+    """The whole model in torch. Raises ModelFileError, with one line for a person, for anything wrong with it.
 
     Set torch's number of threads before: the shapes of products that keep a row's bits are found for that number.
     """
+    return build(path, Decoder, level=level, device=device, progress=progress)
+
+
+def build(
+    path: Path,
+    make: Callable[[ModelConfig, Weights, str], Built],
+    *,
+    level: str,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Built:
+    """What `make` makes of (config, weights, version). Raises ModelFileError."""
     with open_model(path) as source:
         expected = expected_shapes(source.config)
         _check(source, expected)
+        read = _reader(source, expected, level)
         total = sum(source.num_bytes(name) for name in expected)
         done = 0
 
-        def weights(name: str) -> Tensor:
+        def weights(name: str) -> Tensor | Quantized:
             nonlocal done
-            tensor = source.read(name).to(device=device, dtype=dtype)
+            weight = read(name)
             done += source.num_bytes(name)
             if progress:
                 progress(done, total)
-            return tensor
+            return weight.to(device) if isinstance(weight, Tensor) else weight
 
-        return Decoder(source.config, weights, version(path))
+        return make(source.config, weights, version(path))
+
+
+def suggested_level(path: Path) -> str:
+    """The cheapest level that keeps what the file says: int4 or int8 where its matrices are stored in so few bits, else bf16."""
+    with open_model(path) as source:
+        bits = min(source.bits(name) for name in expected_shapes(source.config) if _is_matrix(name) and name in source.shapes)
+    return "int4" if bits <= 4 else "int8" if bits <= 8 else "bf16"
+
+
+def _reader(source: Source, expected: Mapping[str, tuple[int, ...]], level: str) -> Weights:
+    """Reads weights at a level. Norms and biases stay floats; at int4 embeddings and the head have 8 bits unless stored in fewer.
+
+    In a file of 4-bit weights those with more bits are the ones that need them: they become 8-bit.
+    """
+    if level in ("fp32", "bf16"):
+        dtype = torch.float32 if level == "fp32" else torch.bfloat16
+        return lambda name: source.read(name).to(dtype)
+    body = [name for name in expected if _is_matrix(name) and name.startswith("model.layers.")]
+    has_four_bits = any(source.bits(name) <= 4 for name in body)
+
+    def read(name: str) -> Tensor | Quantized:
+        if not _is_matrix(name):
+            return source.read(name).float()
+        width = source.config.head_dim if name.endswith("o_proj.weight") else None
+        stored = source.read_quantized(name) if width is None or width % GROUP == 0 else None
+        if stored is not None and (level == "int4" or stored.offsets is None):
+            return stored if width is None else replace(stored, width=width)
+        small = level == "int4" and name in body and (not has_four_bits or source.bits(name) <= 4)
+        return quantize(source.read(name), "int4" if small else "int8", width)
+
+    return read
+
+
+def _is_matrix(name: str) -> bool:
+    return name.endswith(("_proj.weight", "embed_tokens.weight", "lm_head.weight"))
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -114,7 +165,7 @@ def open_model(path: Path) -> Iterator[Source]:
         with SafetensorsFolder(path) as folder:
             # Old exports carry the rotary frequencies, which the config determines.
             shapes = {name: shape for name, shape in folder.shapes.items() if not name.endswith("rotary_emb.inv_freq")}
-            yield Source(config, shapes, folder.num_bytes, folder.read)
+            yield Source(config, shapes, folder.num_bytes, folder.read, bits=lambda _: 16, read_quantized=lambda _: None)
         return
     if not path.is_file():
         raise ModelFileError(f"{path}: there is no such file or folder")
@@ -175,17 +226,30 @@ def _gguf_source(gguf: GGUFFile) -> Source:
 
     def read(name: str) -> Tensor:
         tensor = torch.from_numpy(gguf.read(names[name]))
-        side = re.search(r"\.([qk])_proj\.", name)
-        if side and config.architecture == "llama":
-            return unpermute(tensor, config.num_heads if side[1] == "q" else config.num_kv_heads)
-        return tensor
+        heads = _permuted_heads(name, config)
+        return unpermute(tensor, heads) if heads else tensor
+
+    def read_quantized(name: str) -> Quantized | None:
+        quantized = gguf.read_quantized(names[name])
+        heads = _permuted_heads(name, config)
+        return quantized.rows(unpermute(torch.arange(len(quantized.values)), heads)) if quantized and heads else quantized
 
     return Source(
         config=config,
         shapes={name: infos[original].shape for name, original in names.items()},
         num_bytes=lambda name: infos[names[name]].num_bytes,
         read=read,
+        bits=lambda name: infos[names[name]].num_bytes * 8 // prod(infos[names[name]].shape),
+        read_quantized=read_quantized,
     )
+
+
+def _permuted_heads(name: str, config: ModelConfig) -> int:
+    """Heads whose outputs GGUF holds in another order; 0: none."""
+    side = re.search(r"\.([qk])_proj\.", name)
+    if not side or config.architecture != "llama":
+        return 0
+    return config.num_heads if side[1] == "q" else config.num_kv_heads
 
 
 def _hugging_face_name(name: str) -> str:

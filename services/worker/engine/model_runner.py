@@ -1,24 +1,34 @@
 """Runs batches on a model: ints to tensors, forward, sampler, tokens back. Owns the KV tensors; knows no queue and no block's owner."""
 
-from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from services.worker.engine.attention import AttentionMetadata
 from services.worker.engine.batch import Batch, Span, SpanResult
-from services.worker.engine.kv_cache import KVCache
-from services.worker.engine.models.decoder import Decoder
+from services.worker.engine.models.step import Step
 from services.worker.engine.request import PositionLogprobs, SequenceError
 from services.worker.engine.sampler import Sample, SampleRow, sample, score
 
 _SCORED_AT_ONCE = 64  # rows of log-softmax beside the logits
 
 
-class ModelRunner:
+Cache = TypeVar("Cache")
+_Cache = TypeVar("_Cache", contravariant=True)
+
+
+class Model(Protocol[_Cache]):
+    """A decoder in torch or in C++, each with a cache of its own layout."""
+
+    def forward(self, step: Step, kv: _Cache) -> Tensor:
+        """Logits [num_logit_rows, vocab] fp32."""
+        ...
+
+
+class ModelRunner(Generic[Cache]):
     """A decoder and the cache that it reads and writes."""
 
-    def __init__(self, model: Decoder, kv: KVCache) -> None:
+    def __init__(self, model: Model[Cache], kv: Cache) -> None:
         self.model = model
         self.kv = kv
 
@@ -44,26 +54,19 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> Tensor:
         """Logits [num_logit_positions, vocab] of all spans, in order."""
-        device = self.model.device
         tokens: list[int] = []
-        positions: list[int] = []
         logit_rows: list[int] = []
         for span in batch.spans:
             logit_rows += [len(tokens) + position - span.start for position in span.logit_positions]
             tokens += span.sequence.tokens[span.start : span.end]
-            positions += range(span.start, span.end)
-        attention = AttentionMetadata.build(
-            [span.length for span in batch.spans],
-            [span.end for span in batch.spans],
-            [span.sequence.block_table for span in batch.spans],
-            self.kv.block_size,
-            device,
+        step = Step(
+            tokens=tokens,
+            query_lengths=[span.length for span in batch.spans],
+            context_lengths=[span.end for span in batch.spans],
+            block_tables=[span.sequence.block_table for span in batch.spans],
+            logit_rows=logit_rows,
         )
-        return self.model.forward(_ints(tokens, device), _ints(positions, device), self.kv, attention, _ints(logit_rows, device))
-
-
-def _ints(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+        return self.model.forward(step, self.kv)
 
 
 def _sample_row(span: Span) -> SampleRow:

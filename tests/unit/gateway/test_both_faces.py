@@ -41,7 +41,8 @@ def as_message(name: str, value: Any) -> inference_pb2.GenerateRequest | None:
     scalars = list(value) + list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     if any(isinstance(item, bool) is not (descriptor.type == FieldDescriptor.TYPE_BOOL) for item in scalars):
         return None
-    if name == "grammar" and isinstance(value, dict) and (len(value) > 1 or "json_object" in value):  # the last of several is taken, and 1 for true
+    # A message takes the last of several kinds, and 1 for true.
+    if name == "grammar" and isinstance(value, dict) and (len(value) > 1 or "json_object" in value):
         return None
     try:
         message = inference_pb2.GenerateRequest(text="a", sampling=types_pb2.SamplingParams(**{name: value}))

@@ -44,24 +44,24 @@ def test_memory_is_given_with_a_unit(monkeypatch: pytest.MonkeyPatch, memory: st
 
 def test_the_cache_is_as_large_as_its_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_KV_MEMORY", str(10 * BLOCK_BYTES + 5))
-    assert engine_config(WorkerSettings(model="m"), SMALL).num_blocks == 10
-    assert engine_config(WorkerSettings(model="m", num_blocks=7), SMALL).num_blocks == 7
+    assert engine_config(WorkerSettings(model="m", level="fp32", backend="torch"), SMALL).num_blocks == 10
+    assert engine_config(WorkerSettings(model="m", level="fp32", backend="torch", num_blocks=7), SMALL).num_blocks == 7
 
 
 def test_too_little_memory_is_refused_with_the_least_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_KV_MEMORY", str(BLOCK_BYTES))
     with pytest.raises(SettingsError, match=rf"FOREBAY_KV_MEMORY={BLOCK_BYTES} .* set {2 * BLOCK_BYTES} or more"):
-        engine_config(WorkerSettings(model="m"), SMALL)
+        engine_config(WorkerSettings(model="m", level="fp32", backend="torch"), SMALL)
 
 
 def test_a_cache_beyond_the_hosts_memory_is_refused() -> None:
     with pytest.raises(SettingsError, match="lower FOREBAY_NUM_BLOCKS"):
-        engine_config(WorkerSettings(model="m", num_blocks=1 << 50), SMALL)
+        engine_config(WorkerSettings(model="m", level="fp32", backend="torch", num_blocks=1 << 50), SMALL)
 
 
 def test_the_fingerprint_names_level_cache_and_runner() -> None:
-    config = engine_config(WorkerSettings(model="m", num_blocks=2), SMALL)
-    level, cache, runner = fingerprint(config).split("/")
+    config = engine_config(WorkerSettings(model="m", level="fp32", backend="torch", num_blocks=2), SMALL)
+    level, cache, runner = fingerprint(config, SMALL).split("/")
     assert (level, cache) == ("fp32", "kv-fp32")
     assert runner.startswith("torch-")
     assert "cpu-" in runner

@@ -4,9 +4,9 @@ Queries are cut into tiles (some tokens of one sequence), equal tiles are stacke
 of SPLIT tokens with an online softmax. A split that a row can't see changes nothing of that row, exactly.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from math import gcd
 
@@ -23,6 +23,8 @@ SPLIT = 256  # keys per step of the softmax; part of what "reproducible" means, 
 _MAX_TILE_ROWS = 256  # query rows (tokens x heads of a group) per tile
 _MAX_GROUP_BYTES = 8 << 20  # keys and values gathered at a time, so that they stay in the processor's cache
 _LOWEST = -1e30  # below every score and yet finite: exp(_LOWEST - _LOWEST) is 1, not NaN
+
+Read = Callable[[Tensor], Tensor]  # rows of the plan's unit -> fp32 [slots, head_dim]
 
 
 @dataclass(frozen=True)
@@ -87,20 +89,19 @@ class PagedAttention:
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, kv: KVCache, plan: Plan) -> Tensor:
         """queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim] -> like queries."""
         head_dim = self.config.head_dim
-        rows = kv.layer_rows(layer, 1)
-        rows.index_copy_(0, plan.key_rows, keys.reshape(-1, head_dim))
-        rows.index_copy_(0, plan.value_rows, values.reshape(-1, head_dim))
-        gathered = kv.layer_rows(layer, plan.unit)
+        kv.write(layer, plan.key_rows, keys.reshape(-1, head_dim))
+        kv.write(layer, plan.value_rows, values.reshape(-1, head_dim))
+        read = partial(kv.read, layer, unit=plan.unit)
         queries = queries.float() * self.scale
         if plan.groups[0].tokens is None:
-            return self._attend(queries, gathered, plan.groups[0]).to(keys.dtype)
+            return self._attend(queries, read, plan.groups[0]).to(keys.dtype)
         out = torch.empty_like(queries)
         for group in plan.groups:
             assert group.tokens is not None, "only a lone group is all of the step"
-            out.index_copy_(0, group.tokens, self._attend(queries.index_select(0, group.tokens), gathered, group))
+            out.index_copy_(0, group.tokens, self._attend(queries.index_select(0, group.tokens), read, group))
         return out.to(keys.dtype)
 
-    def _attend(self, queries: Tensor, cache_rows: Tensor, group: Group) -> Tensor:
+    def _attend(self, queries: Tensor, read: Read, group: Group) -> Tensor:
         """queries [num_tiles * num_tokens, num_heads, head_dim] -> like queries."""
         num_kv_heads, group_size, head_dim = self.config.num_kv_heads, self.config.group_size, self.config.head_dim
         used_rows = group.num_tokens * group_size
@@ -108,10 +109,10 @@ class PagedAttention:
         if group.num_rows > used_rows:
             q = F.pad(q, (0, 0, 0, group.num_rows - used_rows))
         first, *others = group.splits
-        top, total, weighted = self._softmax(q, cache_rows, first, None)
+        top, total, weighted = self._softmax(q, read, first, None)
         for split in others:
             active = slice(split.num_tiles * num_kv_heads)
-            new_top, new_total, new_weighted = self._softmax(q[active], cache_rows, split, top[active])
+            new_top, new_total, new_weighted = self._softmax(q[active], read, split, top[active])
             kept = (top[active] - new_top).exp_()
             top[active] = new_top
             total[active] = (total[active] * kept).add_(new_total)
@@ -119,9 +120,9 @@ class PagedAttention:
         out = weighted.div_(total)[:, :used_rows].view(-1, num_kv_heads, group.num_tokens, group_size, head_dim)
         return out.transpose(1, 2).reshape(queries.shape)
 
-    def _softmax(self, q: Tensor, cache_rows: Tensor, split: Split, top: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _softmax(self, q: Tensor, read: Read, split: Split, top: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """One split: (highest score so far, sum of exp(score - highest), that sum weighted by values), [rows.., 1 or head_dim]."""
-        slots = cache_rows.index_select(0, split.rows).float().view(-1, self.config.head_dim)
+        slots = read(split.rows)
         if split.unwritten is not None:
             slots.index_fill_(0, split.unwritten, 0)
         k, v = slots.view(2, -1, SPLIT, self.config.head_dim)

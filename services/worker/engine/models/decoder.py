@@ -3,8 +3,6 @@
 Knows no file format: it takes weights by their Hugging Face names. A row's bits don't depend on the rest of the step.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,8 +13,8 @@ from services.worker.engine.config import ModelConfig
 from services.worker.engine.kv_cache import KVCache
 from services.worker.engine.linear import Linear, padding
 from services.worker.engine.models.rotary import Rotary, rotate
-
-Weights = Callable[[str], Tensor]  # a tensor by its Hugging Face name, in the device and dtype to compute in
+from services.worker.engine.models.step import Step
+from services.worker.engine.quantization import Quantized, Weights, stack, tensor
 
 
 class RMSNorm:
@@ -34,7 +32,7 @@ class MLP:
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(self, weights: Weights, prefix: str) -> None:
-        self.gate_up = Linear(torch.cat([weights(f"{prefix}.gate_proj.weight"), weights(f"{prefix}.up_proj.weight")]))
+        self.gate_up = Linear(stack([weights(f"{prefix}.gate_proj.weight"), weights(f"{prefix}.up_proj.weight")]))
         self.down = Linear(weights(f"{prefix}.down_proj.weight"))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -52,11 +50,11 @@ class Attention:
         self.heads = (config.num_heads, config.num_kv_heads)
         self.head_dim = config.head_dim
         names = [f"{prefix}.{side}_proj" for side in "qkv"]
-        bias = torch.cat([weights(f"{name}.bias") for name in names]) if config.attention_bias else None
-        self.qkv = Linear(torch.cat([weights(f"{name}.weight") for name in names]), bias)
+        bias = torch.cat([tensor(weights(f"{name}.bias")) for name in names]) if config.attention_bias else None
+        self.qkv = Linear(stack([weights(f"{name}.weight") for name in names]), bias)
         self.out = Linear(weights(f"{prefix}.o_proj.weight"))
-        self.q_norm = RMSNorm(weights(f"{prefix}.q_norm.weight"), config.norm_epsilon) if config.qk_norm else None
-        self.k_norm = RMSNorm(weights(f"{prefix}.k_norm.weight"), config.norm_epsilon) if config.qk_norm else None
+        self.q_norm = RMSNorm(tensor(weights(f"{prefix}.q_norm.weight")), config.norm_epsilon) if config.qk_norm else None
+        self.k_norm = RMSNorm(tensor(weights(f"{prefix}.k_norm.weight")), config.norm_epsilon) if config.qk_norm else None
 
     def __call__(self, x: Tensor, turns: tuple[Tensor, Tensor], kv: KVCache, plan: Plan) -> Tensor:
         num_tokens = len(turns[0])
@@ -74,9 +72,9 @@ class Layer:
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, attend: PagedAttention) -> None:
         prefix = f"model.layers.{layer}"
-        self.attention_norm = RMSNorm(weights(f"{prefix}.input_layernorm.weight"), config.norm_epsilon)
+        self.attention_norm = RMSNorm(tensor(weights(f"{prefix}.input_layernorm.weight")), config.norm_epsilon)
         self.attention = Attention(config, weights, f"{prefix}.self_attn", layer, attend)
-        self.mlp_norm = RMSNorm(weights(f"{prefix}.post_attention_layernorm.weight"), config.norm_epsilon)
+        self.mlp_norm = RMSNorm(tensor(weights(f"{prefix}.post_attention_layernorm.weight")), config.norm_epsilon)
         self.mlp = MLP(weights, f"{prefix}.mlp")
 
     def __call__(self, x: Tensor, turns: tuple[Tensor, Tensor], kv: KVCache, plan: Plan) -> Tensor:
@@ -95,24 +93,26 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights, version: str = "") -> None:
         self.config = config
         self.version = version
-        embedding = weights("model.embed_tokens.weight")  # [vocab, hidden]
+        quantized = weights("model.embed_tokens.weight")
+        embedding = quantized.dequantize() if isinstance(quantized, Quantized) else quantized  # [vocab, hidden]
         self.dtype, self.device = embedding.dtype, embedding.device
         self.attend = PagedAttention(config, self.device)
         self.layers = [Layer(config, weights, layer, self.attend) for layer in range(config.num_layers)]
-        self.norm = RMSNorm(weights("model.norm.weight"), config.norm_epsilon)
-        self.head = Linear(embedding if config.tied_embeddings else weights("lm_head.weight"))
+        self.norm = RMSNorm(tensor(weights("model.norm.weight")), config.norm_epsilon)
+        self.head = Linear(quantized if config.tied_embeddings else weights("lm_head.weight"))
         # Tied: one tensor serves both ways, in the head's [hidden, vocab] layout.
         self.embedding = self.head.weight.t() if config.tied_embeddings else embedding
         self.rotary = Rotary(config, self.dtype, self.device)
         self.row_sizes = self.layers[0].row_sizes()
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, kv: KVCache, attention: AttentionMetadata, logit_rows: Tensor) -> Tensor:
-        """tokens and positions [num_tokens] int64, logit_rows [num_rows] int64 into the tokens -> logits [num_rows, vocab] fp32.
-
-        Writes the tokens' keys and values into `kv` at the metadata's slots.
-        """
+    def forward(self, step: Step, kv: KVCache) -> Tensor:
+        """Logits [num_logit_rows, vocab] fp32. Writes the tokens' keys and values into `kv`."""
+        attention = AttentionMetadata.build(step.query_lengths, step.context_lengths, step.block_tables, kv.block_size, self.device)
         plan = self.attend.plan(attention, kv)
+        tokens, positions, logit_rows = (
+            torch.tensor(values, dtype=torch.int64, device=self.device) for values in (step.tokens, step.positions(), step.logit_rows)
+        )
         turns = self.rotary.at(positions, max(attention.context_lengths))
         x = self.embedding.index_select(0, tokens)
         if missing := padding(len(x), self.row_sizes):

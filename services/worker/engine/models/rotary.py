@@ -63,10 +63,14 @@ class Rotary:
 
     def at(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
         """(cosine, sine) [num_tokens, 1, head_dim] of positions, all < num_positions."""
-        while len(self.table) < num_positions:
-            self.table = torch.cat([self.table, self._page(len(self.table))])
+        self.reach(num_positions)
         turns = self.table.index_select(0, positions)
         return turns[:, :1], turns[:, 1:]
+
+    def reach(self, num_positions: int) -> None:
+        """Grow the table to at least so many positions."""
+        while len(self.table) < num_positions:
+            self.table = torch.cat([self.table, self._page(len(self.table))])
 
     def _page(self, start: int) -> Tensor:
         angles = torch.arange(start, start + _PAGE).float()[:, None] * self.frequencies

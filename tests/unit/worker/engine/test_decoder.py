@@ -2,17 +2,28 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.worker.engine.attention import AttentionMetadata
 from services.worker.engine.loader import load
 from services.worker.engine.models.decoder import Decoder
-from tests.tiny_models import CONFIGS, VOCAB, Chunk, make_cache, reference_logits, run_alone, run_step, save_model
+from services.worker.engine.models.step import Step
+from tests.tiny_models import (
+    CONFIGS,
+    VOCAB,
+    Chunk,
+    make_cache,
+    random_tokens,
+    reference_logits,
+    run_alone,
+    run_step,
+    run_together,
+    save_model,
+)
 
 Pair = tuple[PreTrainedModel, Decoder]
 
@@ -29,31 +40,6 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]
         return made[name]
 
     return make
-
-
-def random_tokens(count: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(count)]
-
-
-def run_together(decoder: Decoder, texts: list[list[int]], rng: random.Random, block_size: int = 16) -> list[Tensor]:
-    """Logits of every text when they advance by random chunks, some or all of them in a step, on scattered blocks."""
-    counts = [-(-len(text) // block_size) for text in texts]
-    kv = make_cache(decoder, sum(counts), block_size)
-    blocks = list(range(sum(counts)))
-    rng.shuffle(blocks)
-    tables = [[blocks.pop() for _ in range(count)] for count in counts]
-    done, logits = [0] * len(texts), [[] for _ in texts]
-    while any(at < len(text) for at, text in zip(done, texts, strict=True)):
-        going = [i for i in range(len(texts)) if done[i] < len(texts[i]) and rng.random() < 0.8]
-        rng.shuffle(going)
-        chunks = [Chunk(texts[i], done[i], min(len(texts[i]), done[i] + rng.choice([1, 1, 1, 2, 5, 17, 130])), tables[i]) for i in going]
-        if not chunks:
-            continue
-        for i, chunk, rows in zip(going, chunks, run_step(decoder, kv, chunks), strict=True):
-            logits[i].append(rows)
-            done[i] = chunk.stop
-    return [torch.cat(rows) for rows in logits]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -110,17 +96,16 @@ def test_a_sequence_that_turned_to_nan_leaves_others_alone(make_pair: Callable[[
 def test_only_the_rows_asked_for_get_logits(make_pair: Callable[[str], Pair]) -> None:
     _, decoder = make_pair("qwen3")
     kv = make_cache(decoder)
-    metadata = AttentionMetadata.build([5], [5], [[0]], kv.block_size)
-    tokens = torch.arange(5)
-    assert decoder.forward(tokens, tokens, kv, metadata, torch.tensor([], dtype=torch.int64)).shape == (0, VOCAB)
-    assert decoder.forward(tokens, tokens, kv, metadata, torch.tensor([4, 1])).shape == (2, VOCAB)
+    step = Step(range(5), [5], [5], [[0]], logit_rows=[])
+    assert decoder.forward(step, kv).shape == (0, VOCAB)
+    assert decoder.forward(replace(step, logit_rows=[4, 1]), kv).shape == (2, VOCAB)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_bf16_is_near_fp32_and_batch_invariant_too(name: str, tmp_path: Path) -> None:
     model = save_model(name, tmp_path)
     rounded = save_model(name, tmp_path).to(torch.bfloat16)
-    decoder = load(tmp_path, dtype=torch.bfloat16)
+    decoder = load(tmp_path, level="bf16")
     texts = [random_tokens(40 + i, seed=i) for i in range(5)]
     together = run_together(decoder, texts, random.Random(5))
     for text, logits in zip(texts, together, strict=True):

@@ -1,0 +1,75 @@
+"""Which decoder computes a model: C++ kernels on the CPU where they are compiled and fit, else torch. Loads it with its cache."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.worker.engine.batch import Runner
+from services.worker.engine.config import EngineConfig, ModelConfig
+from services.worker.engine.kernels import library
+from services.worker.engine.kernels.cache import NativeCache
+from services.worker.engine.kernels.cache import page_bytes as native_page_bytes
+from services.worker.engine.kv_cache import KVCache, page_bytes
+from services.worker.engine.loader import build
+from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.models.decoder import Decoder
+from services.worker.engine.models.native import NativeDecoder, unsupported
+from services.worker.engine.quantization import Weights
+
+BACKENDS = ("auto", "native", "torch")
+
+
+class BackendError(ValueError):
+    """The backend, level or cache format asked for can't be had here; one line that says why."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run."""
+
+    runner: Runner
+    config: ModelConfig
+    version: str
+
+
+def load(path: Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Loaded:
+    """Reads the model at the config's level. ModelFileError for a bad file, BackendError."""
+
+    def make(model: ModelConfig, weights: Weights, version: str) -> Loaded:
+        compiled = kernels(config, model)
+        if compiled is None:
+            decoder = Decoder(model, weights, version)
+            kv = KVCache(model, config.num_blocks, config.block_size, config.cache_format, decoder.device)
+            return Loaded(ModelRunner(decoder, kv), model, version)
+        num_threads = config.num_threads or torch.get_num_threads()
+        native = NativeDecoder(model, weights, version, config.level, compiled, num_threads)
+        cache = NativeCache(model, config.num_blocks, config.block_size, config.cache_format)
+        return Loaded(ModelRunner(native, cache), model, version)
+
+    return build(path, make, level=config.level, device=config.device, progress=progress)
+
+
+def kernels(config: EngineConfig, model: ModelConfig) -> library.Library | None:
+    """The compiled library that will compute, or None: torch will."""
+    reason = _obstacle(config, model)
+    if config.backend == "torch" or (reason and config.backend == "auto"):
+        return None
+    if reason:
+        raise BackendError(f"backend native: {reason}")
+    return library.find()
+
+
+def _obstacle(config: EngineConfig, model: ModelConfig) -> str | None:
+    if config.device != "cpu":
+        return f"its kernels run on the CPU, not on {config.device}"
+    if library.find() is None:
+        return "no compiled kernels fit this machine: run make setup, which needs g++"
+    return unsupported(model, config.block_size)
+
+
+def block_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes that one block of the cache takes over all layers."""
+    size = page_bytes if kernels(config, model) is None else native_page_bytes
+    return size(model, config.block_size, config.cache_format)

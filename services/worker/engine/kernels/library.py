@@ -1,0 +1,142 @@
+"""Finds the compiled library that fits this machine, and declares its C structures. Compiles nothing and knows no model.
+
+Libraries lie beside the sources, named by what they were compiled for and by a digest of the sources: one of other sources or of
+another CPU isn't found.
+"""
+
+import ctypes
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
+CACHE_FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "fp8": 3}
+# What images carry, best first: x86-64 levels, with what the level leaves open.
+LEVELS = {
+    "v4": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "f16c", "fma"}),
+    "v3": frozenset({"avx2", "fma", "f16c", "bmi2"}),
+}
+
+
+class Matrix(ctypes.Structure):
+    """See matmul.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_inputs", ctypes.c_int32),
+        ("num_outputs", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class Layer(ctypes.Structure):
+    """See forward.cpp."""
+
+    _fields_ = (
+        ("attention_norm", ctypes.c_void_p),
+        ("qkv", Matrix),
+        ("query_norm", ctypes.c_void_p),
+        ("key_norm", ctypes.c_void_p),
+        ("out", Matrix),
+        ("mlp_norm", ctypes.c_void_p),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+    )
+
+
+class Model(ctypes.Structure):
+    """See forward.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window")),
+        ("norm_epsilon", ctypes.c_float),
+        ("rows_format", ctypes.c_int32),
+        ("layers", ctypes.POINTER(Layer)),
+        ("norm", ctypes.c_void_p),
+        ("embedding", Matrix),
+        ("head", Matrix),
+        ("vocab_size", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class Cache(ctypes.Structure):
+    """See cache.h."""
+
+    _fields_ = (
+        ("tiles", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("block_bytes", "layer_bytes", "block_scales", "layer_scales")),
+        *((name, ctypes.c_int32) for name in ("block_size", "slots", "width", "num_kv_heads", "format", "unused")),
+    )
+
+
+class Step(ctypes.Structure):
+    """See forward.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "table_width", "num_logit_rows")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "turns", "query_starts", "tables", "logit_rows", "logits")),
+    )
+
+
+@dataclass(frozen=True)
+class Library:
+    """An open library. `name` says what it was compiled for and from: equal names, equal numbers."""
+
+    name: str
+    functions: ctypes.CDLL
+
+
+@lru_cache
+def find() -> Library | None:
+    """The library for this machine, or None."""
+    flags = cpu_flags()
+    for target in (native_target(), *(level for level, needed in LEVELS.items() if needed <= flags)):
+        path = library_path(target)
+        if path.is_file():
+            return Library(f"{target}-{digest()[:8]}", _declare(ctypes.CDLL(str(path))))
+    return None
+
+
+def library_path(target: str) -> Path:
+    """Where the library for `target` lies: native_target() or one of LEVELS."""
+    return FOLDER / f"forebay-{target}-{digest()}.so"
+
+
+def native_target() -> str:
+    """This very CPU."""
+    return "native-" + hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:8]
+
+
+@lru_cache
+def digest() -> str:
+    """Of the sources, 16 hex characters."""
+    hashed = hashlib.sha256()
+    for path in sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")]):
+        hashed.update(path.read_bytes())
+    return hashed.hexdigest()[:16]
+
+
+@lru_cache
+def cpu_flags() -> frozenset[str]:
+    """What this CPU can do, in the kernel's words; empty where it doesn't say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+
+
+def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
+    functions.forebay_open.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Cache), ctypes.c_int, ctypes.c_int]
+    functions.forebay_open.restype = ctypes.c_void_p
+    functions.forebay_forward.argtypes = [ctypes.c_void_p, ctypes.POINTER(Step)]
+    functions.forebay_forward.restype = None
+    functions.forebay_close.argtypes = [ctypes.c_void_p]
+    functions.forebay_close.restype = None
+    return functions

@@ -1,0 +1,103 @@
+// The threads of a step: they run one body together, share out its loops and wait for each other.
+//
+// A thread that waits spins for a moment, as the others are mostly microseconds behind, and then sleeps: where a core is shared with
+// another process, a spinning thread would keep the one it waits for from running.
+#pragma once
+#include <immintrin.h>
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+#include <vector>
+
+namespace forebay {
+
+class Team {
+ public:
+  Team(int num_threads, int num_spins) : num_threads_(num_threads), num_spins_(num_spins) {
+    for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this] { serve(); });
+  }
+
+  ~Team() {
+    stopping_ = true;
+    start();
+    for (auto& thread : threads_) thread.join();
+  }
+
+  int size() const { return num_threads_; }
+
+  // Runs body() on every thread, the caller's among them; returns when all are through.
+  template <class Body>
+  void run(Body&& body) {
+    body_ = [](void* what) { (*static_cast<Body*>(what))(); };
+    what_ = &body;
+    start();
+    call();
+    barrier();
+  }
+
+  // Inside a body: f(i) for i from 0 to count - 1, `grain` at a time by whichever thread is free; then a barrier.
+  template <class F>
+  void each(int count, int grain, F&& f) {
+    if (num_threads_ == 1) {
+      for (int i = 0; i < count; ++i) f(i);
+      return;
+    }
+    for (int first; (first = next_.fetch_add(grain, std::memory_order_relaxed)) < count;)
+      for (int i = first; i < std::min(first + grain, count); ++i) f(i);
+    barrier();
+  }
+
+ private:
+  void serve() {
+    for (uint32_t round = 0;; ++round) {
+      wait(rounds_, round);
+      if (stopping_) return;
+      call();
+      barrier();
+    }
+  }
+
+  void start() {
+    rounds_.fetch_add(1, std::memory_order_release);
+    rounds_.notify_all();
+  }
+
+  void call() {
+    const unsigned saved = _mm_getcsr();
+    _mm_setcsr(saved | 0x8040);  // denormals are zero: they would cost a hundred cycles each
+    body_(what_);
+    _mm_setcsr(saved);
+  }
+
+  void barrier() {
+    const uint32_t phase = phases_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < num_threads_) return wait(phases_, phase);
+    arrived_.store(0, std::memory_order_relaxed);
+    next_.store(0, std::memory_order_relaxed);
+    phases_.fetch_add(1, std::memory_order_release);
+    phases_.notify_all();
+  }
+
+  void wait(std::atomic<uint32_t>& counter, uint32_t old) const {
+    for (int i = 0; i < num_spins_; ++i) {
+      if (counter.load(std::memory_order_acquire) != old) return;
+      _mm_pause();
+    }
+    while (counter.load(std::memory_order_acquire) == old) counter.wait(old, std::memory_order_acquire);
+  }
+
+  const int num_threads_, num_spins_;
+  std::vector<std::thread> threads_;
+  void (*body_)(void*) = nullptr;
+  void* what_ = nullptr;
+  bool stopping_ = false;
+  alignas(64) std::atomic<uint32_t> rounds_{0};
+  alignas(64) std::atomic<uint32_t> phases_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int> next_{0};
+};
+
+}  // namespace forebay

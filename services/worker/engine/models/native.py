@@ -1,0 +1,198 @@
+"""The decoder in C++ on the CPU: packs the weights once, then computes a step by a single call. See kernels/forward.cpp.
+
+Serves the same architectures and levels as models/decoder.py, which is its oracle; `unsupported` names what it can't hold.
+"""
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.worker.engine.config import ModelConfig
+from services.worker.engine.kernels import library
+from services.worker.engine.kernels.cache import NativeCache
+from services.worker.engine.kernels.packing import PANEL, interleave, pack
+from services.worker.engine.models.rotary import Rotary
+from services.worker.engine.models.step import Step
+from services.worker.engine.quantization import GROUP, Quantized, Weights, stack, tensor
+
+MAX_HEAD_DIM = 256  # as kMaxWidth in attention.h
+MAX_BLOCK_SIZE = 256
+# How long a thread that waits for the others spins before it sleeps: some microseconds. See ARCHITECTURE.md, decision 14.
+NUM_SPINS = 2000
+
+
+def unsupported(config: ModelConfig, block_size: int) -> str | None:
+    """Why the native decoder can't serve this model in blocks of this size; None where it can."""
+    if config.head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {config.head_dim}; the kernels hold {MAX_HEAD_DIM}"
+    if block_size > MAX_BLOCK_SIZE:
+        return f"block_size is {block_size}; the kernels hold {MAX_BLOCK_SIZE}"
+    return None
+
+
+class NativeDecoder:
+    """A whole model. `num_threads` compute a step together, the caller's among them."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, version: str, level: str, compiled: library.Library, num_threads: int
+    ) -> None:
+        self.config = config
+        self.version = version
+        self.device = torch.device("cpu")
+        self._functions = compiled.functions
+        self._num_threads = num_threads
+        self._kept: list[Tensor] = []  # what the structures point to
+        self._layers = (library.Layer * config.num_layers)(*(self._layer(weights, i) for i in range(config.num_layers)))
+        self._model = self._whole(weights, level)
+        self._rotary = Rotary(config, torch.float32, "cpu")
+        self._cache: NativeCache | None = None
+        self._runner = ctypes.c_void_p()
+
+    def __del__(self) -> None:
+        if getattr(self, "_runner", None):
+            self._functions.forebay_close(self._runner)
+
+    def forward(self, step: Step, kv: NativeCache) -> Tensor:
+        """Logits [num_logit_rows, vocab] fp32. Writes the tokens' keys and values into `kv`, which stays the same between calls."""
+        if kv is not self._cache:
+            self._bind(kv)
+        longest = max(step.context_lengths)
+        self._rotary.reach(longest)
+        needed = [-(-context // kv.block_size) for context in step.context_lengths]
+        width = max(needed)
+        tables: list[int] = []
+        starts = [0]
+        for table, count, length in zip(step.block_tables, needed, step.query_lengths, strict=True):
+            assert count <= len(table), (count, len(table))
+            tables += table[:count]
+            tables += [0] * (width - count)
+            starts.append(starts[-1] + length)
+        positions = step.positions()
+        self._check(step, kv, positions, tables)
+        logits = torch.empty(len(step.logit_rows), self.config.vocab_size)
+        # Kept in a name until the call is over.
+        ints = [torch.tensor(values, dtype=torch.int32) for values in (step.tokens, positions, starts, tables, step.logit_rows)]
+        tokens, places, query_starts, block_tables, rows = (values.data_ptr() for values in ints)
+        wire = library.Step(
+            num_tokens=len(step.tokens),
+            num_sequences=len(step.query_lengths),
+            table_width=width,
+            num_logit_rows=len(step.logit_rows),
+            tokens=tokens,
+            positions=places,
+            turns=self._rotary.table.data_ptr(),
+            query_starts=query_starts,
+            tables=block_tables,
+            logit_rows=rows,
+            logits=logits.data_ptr(),
+        )
+        self._functions.forebay_forward(self._runner, ctypes.byref(wire))
+        return logits
+
+    def _check(self, step: Step, kv: NativeCache, positions: list[int], tables: list[int]) -> None:
+        """Asserts all that the kernels take on trust."""
+        num_tokens = len(step.tokens)
+        assert num_tokens == len(positions), (num_tokens, len(positions))
+        assert min(step.query_lengths) > 0, step.query_lengths
+        assert 0 <= min(positions) <= max(positions) < self.config.max_position, (min(positions), max(positions), self.config.max_position)
+        assert 0 <= min(step.tokens) <= max(step.tokens) < self.config.vocab_size, (min(step.tokens), max(step.tokens))
+        assert 0 <= min(tables) <= max(tables) < kv.num_blocks, (min(tables), max(tables), kv.num_blocks)
+        if step.logit_rows:
+            assert 0 <= min(step.logit_rows) <= max(step.logit_rows) < num_tokens, (min(step.logit_rows), max(step.logit_rows), num_tokens)
+
+    def _bind(self, kv: NativeCache) -> None:
+        if self._runner:
+            self._functions.forebay_close(self._runner)
+        self._cache = kv
+        self._runner = ctypes.c_void_p(
+            self._functions.forebay_open(ctypes.byref(self._model), ctypes.byref(kv.wire()), self._num_threads, NUM_SPINS)
+        )
+
+    # --- packing
+
+    def _whole(self, weights: Weights, level: str) -> library.Model:
+        config = self.config
+        embedding = self._matrix(weights("model.embed_tokens.weight"))
+        head = embedding if config.tied_embeddings else self._matrix(weights("lm_head.weight"))
+        return library.Model(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            sliding_window=config.sliding_window or 0,
+            norm_epsilon=config.norm_epsilon,
+            rows_format=library.FORMATS["int8" if level == "int4" else level],
+            layers=ctypes.cast(self._layers, ctypes.POINTER(library.Layer)),
+            norm=self._floats(weights("model.norm.weight")),
+            embedding=embedding,
+            head=head,
+            vocab_size=config.vocab_size,
+        )
+
+    def _layer(self, weights: Weights, index: int) -> library.Layer:
+        prefix, config = f"model.layers.{index}", self.config
+        attention = f"{prefix}.self_attn"
+        sides = [f"{attention}.{side}_proj" for side in "qkv"]
+        bias = torch.cat([tensor(weights(f"{name}.bias")) for name in sides]) if config.attention_bias else None
+        return library.Layer(
+            attention_norm=self._floats(weights(f"{prefix}.input_layernorm.weight")),
+            qkv=self._matrix(stack([weights(f"{name}.weight") for name in sides]), bias),
+            query_norm=self._floats(weights(f"{attention}.q_norm.weight")) if config.qk_norm else None,
+            key_norm=self._floats(weights(f"{attention}.k_norm.weight")) if config.qk_norm else None,
+            out=self._matrix(weights(f"{attention}.o_proj.weight"), width=config.head_dim),
+            mlp_norm=self._floats(weights(f"{prefix}.post_attention_layernorm.weight")),
+            gate_up=self._matrix(_gates(*(weights(f"{prefix}.mlp.{name}_proj.weight") for name in ("gate", "up")))),
+            down=self._matrix(weights(f"{prefix}.mlp.down_proj.weight")),
+        )
+
+    def _matrix(self, weight: Tensor | Quantized, bias: Tensor | None = None, width: int | None = None) -> library.Matrix:
+        """`width` is that of a head where the inputs are heads side by side."""
+        if isinstance(weight, Quantized):
+            num_outputs, num_inputs = weight.values.shape
+            kind = "int8" if weight.offsets is None else "int4"
+        else:
+            num_outputs, num_inputs = weight.shape
+            num_inputs += (-width % GROUP) * (num_inputs // width) if width else -num_inputs % GROUP
+            kind = "fp32" if weight.dtype == torch.float32 else "bf16"
+        packed = pack(weight, width)
+        self._kept.append(packed)
+        num_outputs += -num_outputs % PANEL
+        return library.Matrix(
+            data=packed.data_ptr(),
+            bias=None if bias is None else self._floats(bias, num_outputs),
+            num_inputs=num_inputs,
+            num_outputs=num_outputs,
+            format=library.FORMATS[kind],
+        )
+
+    def _floats(self, values: Tensor | Quantized, count: int | None = None) -> int:
+        """fp32, filled up with zeros to `count`, or to whole groups."""
+        values = tensor(values).float()
+        padded = F.pad(values, (0, (count or len(values) + -len(values) % GROUP) - len(values))).contiguous()
+        self._kept.append(padded)
+        return padded.data_ptr()
+
+
+def _gates(gate: Tensor | Quantized, up: Tensor | Quantized) -> Tensor | Quantized:
+    """Gate and up in one matrix, in the order in which the kernels multiply them; both are filled up to whole groups of outputs."""
+    both = stack([gate, up])
+    num_outputs = len(both.values if isinstance(both, Quantized) else both) // 2
+    missing = -num_outputs % GROUP
+    order = interleave(num_outputs + missing)
+    half = num_outputs + missing
+    within = order % half
+    # Places in [gate; up; one row of zeros].
+    source = torch.where(within < num_outputs, order // half * num_outputs + within, 2 * num_outputs)
+    if isinstance(both, Tensor):
+        return torch.cat([both, both.new_zeros(1, both.shape[1])])[source]
+    return _with_empty_row(both).rows(source)
+
+
+def _with_empty_row(weight: Quantized) -> Quantized:
+    def grow(part: Tensor) -> Tensor:
+        return torch.cat([part, part.new_zeros(1, part.shape[1])])
+
+    return Quantized(weight.width, grow(weight.values), grow(weight.scales), None if weight.offsets is None else grow(weight.offsets))
