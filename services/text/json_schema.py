@@ -1,6 +1,7 @@
 """Which JSON schemas are enforced whole. llguidance ignores keywords that it doesn't know: here they are refused, each at its place.
 
-What it knows and can't do (`not`, `if`, a lookahead in a pattern), it refuses itself when it compiles.
+What it knows and can't do (a lookahead in a pattern, `oneOf` of schemas that overlap), it refuses itself when it compiles. Formats are
+enforced by their syntax: every year has a 29 February.
 """
 
 import math

@@ -49,3 +49,46 @@ def test_any_json_object_is_json(mesh: Mesh) -> None:
         assert isinstance(json.loads(choice.message.content or ""), dict)
     else:
         assert (choice.message.content or "").startswith("{")
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_a_required_tool_is_called_whole_and_streamed(mesh: Mesh) -> None:
+    asked = {
+        "model": mesh.model,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 100,
+    }
+    (choice,) = mesh.openai().chat.completions.create(**asked).choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or ()
+    assert call.type == "function"
+    arguments = json.loads(call.function.arguments)
+    assert (call.function.name, set(arguments), arguments["unit"] in "CF") == ("get_weather", {"city", "unit"}, True)
+    with mesh.openai().chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion()
+    (streamed,) = final.choices[0].message.tool_calls or ()
+    assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
+    result = [{"role": "tool", "tool_call_id": call.id, "content": "18 degrees"}]
+    conversation = [*asked["messages"], choice.message.model_dump(exclude_none=True), *result]
+    answer = mesh.openai().chat.completions.create(
+        model=mesh.model, messages=conversation, tools=[WEATHER], tool_choice="none", temperature=0, max_tokens=20
+    )
+    assert answer.choices[0].message.content

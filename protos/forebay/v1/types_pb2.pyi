@@ -65,6 +65,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The deadline passed."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
     """The engine failed on this request alone."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 6
+    """The model's turn ended with calls of tools."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a choice ended."""
@@ -81,6 +83,8 @@ FINISH_REASON_DEADLINE: FinishReason.ValueType  # 4
 """The deadline passed."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 """The engine failed on this request alone."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 6
+"""The model's turn ended with calls of tools."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

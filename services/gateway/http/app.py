@@ -64,7 +64,7 @@ class Face:
         include_usage = fields.include_usage(body, streamed=streamed)
         sampling, names = chat.sampling_fields(body)
         envelope = self._envelope(request, body, caller, names=names)
-        generation = await admit_chat(envelope, body.get("messages"), sampling)
+        generation = await admit_chat(envelope, body.get("messages"), sampling, chat.options(body))
         self._announce(request, [generation])
         events = merged(self._generations.run, [generation])
         if streamed:

@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from services.gateway.grammar_field import MAX_GRAMMAR_CHOICES
 from services.gateway.prompts import MAX_PROMPTS, ROLES
 from services.gateway.request import CLASSES
+from services.gateway.tools import MAX_TOOLS
 from services.gateway.validator import (
     MAX_CHOICES,
     MAX_LABEL_CHARS,
@@ -92,9 +93,41 @@ _MESSAGES: Schema = {
     "minItems": 1,
     "items": {
         "type": "object",
-        "required": ["role", "content"],
-        "properties": {"role": {"enum": list(ROLES)}, "content": {}, "name": {"type": "string"}},
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": list(ROLES)},
+            "content": {"description": "A text, or a list of text parts. May be null beside tool_calls."},
+            "name": {"type": "string"},
+            "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
+            "tool_call_id": {"type": ["string", "null"]},
+            "reasoning_content": {"type": ["string", "null"]},
+        },
     },
+}
+_TOOLS: dict[str, Schema] = {
+    "tools": {
+        "type": ["array", "null"],
+        "maxItems": MAX_TOOLS,
+        "items": {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {
+                        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+                        "description": {"type": ["string", "null"]},
+                        "parameters": {"type": ["object", "null"], "description": "A JSON schema; always enforced."},
+                        "strict": _FLAG,
+                    },
+                },
+            },
+        },
+    },
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object", "required": ["type", "function"]}]},
+    "parallel_tool_calls": _FLAG,
 }
 _PROMPT: Schema = {
     "anyOf": [
@@ -186,6 +219,9 @@ CHAT = _post(
         "max_completion_tokens": _whole(1),
         "logprobs": _FLAG,
         "top_logprobs": _whole(0, MAX_LOGPROBS),
+        **_TOOLS,
+        "enable_thinking": {**_FLAG, "description": "Refused where the model's template has no such switch."},
+        "chat_template_kwargs": {"type": ["object", "null"], "properties": {"enable_thinking": _FLAG}, "additionalProperties": False},
     },
     ["messages"],
     _HEADERS,

@@ -32,8 +32,6 @@ def test_a_field_of_another_endpoint_is_refused_with_the_way_out(endpoint: field
 @pytest.mark.parametrize(
     ("name", "asks", "asks_nothing"),
     [
-        ("tools", [{"type": "function"}], []),
-        ("tool_choice", "auto", "none"),
         ("functions", [{}], []),
         ("guided_json", {"type": "object"}, None),
         ("modalities", ["text", "audio"], ["text"]),
