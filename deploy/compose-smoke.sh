@@ -82,7 +82,7 @@ chmod -R a+rX "$FOREBAY_MODEL_DIR"
 for _ in $(seq 60); do curl -sf --noproxy '*' "http://127.0.0.1:$FOREBAY_HTTP_PORT/ready" >/dev/null && break; sleep 0.5; done
 answer=$(curl -sS --noproxy '*' --max-time 120 "http://127.0.0.1:$FOREBAY_HTTP_PORT/v1/chat/completions" -H "Authorization: Bearer $token" \
   -H 'Content-Type: application/json' \
-  -d '{"model": "smollm2", "temperature": 0, "max_tokens": 32, "messages": [{"role": "user", "content": "What is the capital of France?"}]}')
+  -d '{"model": "smollm2", "temperature": 0, "max_tokens": 32, "messages": [{"role": "user", "content": "Name the capital of France."}]}')
 echo "$answer"
 grep -q Paris <<<"$answer"
 "${compose[@]}" ps --format 'table {{.Service}}\t{{.Status}}'

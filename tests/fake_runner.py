@@ -27,6 +27,7 @@ class FakeRunner:
         num_blocks: int,
         block_size: int,
         *,
+        host_blocks: int = 0,
         vocab_size: int = VOCAB_SIZE,
         model: str = "",
         before_execute: Callable[[Batch], None] = lambda batch: None,
@@ -35,7 +36,15 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.model = model  # another name answers otherwise
         self.slots = array("i", [_UNWRITTEN]) * (num_blocks * block_size)
+        self.host_slots = array("i", [_UNWRITTEN]) * (host_blocks * block_size)
         self.before_execute = before_execute
+
+    def copy(self, batch: Batch) -> None:
+        size = self.block_size
+        for block, slot in batch.copies_out:
+            self.host_slots[slot * size : (slot + 1) * size] = self.slots[block * size : (block + 1) * size]
+        for block, slot in batch.copies_in:
+            self.slots[block * size : (block + 1) * size] = self.host_slots[slot * size : (slot + 1) * size]
 
     def execute(self, batch: Batch) -> list[SpanResult]:
         self.before_execute(batch)
@@ -100,5 +109,13 @@ def fake_engine(
 ) -> Engine:
     """An engine on a FakeRunner."""
     config = config or EngineConfig()
-    runner = FakeRunner(config.num_blocks, config.block_size, vocab_size=vocab_size, model=model, before_execute=before_execute)
-    return Engine(runner, config, vocab_size=vocab_size, eos_token_ids=eos_token_ids, model_version=model)
+    runner = FakeRunner(
+        config.num_blocks,
+        config.block_size,
+        host_blocks=config.host_blocks,
+        vocab_size=vocab_size,
+        model=model,
+        before_execute=before_execute,
+    )
+    # No time passes: copies always pay.
+    return Engine(runner, config, vocab_size=vocab_size, eos_token_ids=eos_token_ids, model_version=model, clock=lambda: 0.0)

@@ -90,6 +90,9 @@ class ToyRunner:
         self._holds = lambda _: False
         self._released.set()
 
+    def copy(self, batch: Batch) -> None:
+        """Its tokens depend on no block."""
+
     def execute(self, batch: Batch) -> list[SpanResult]:
         if self._holds(batch):
             self.held.set()
@@ -195,10 +198,14 @@ async def hear(call: Call) -> Heard:
     return heard
 
 
-def toy(runner: ToyRunner, *, num_blocks: int = 64, max_sequences: int = 8, max_step_tokens: int = 64) -> tuple[Engine, Served]:
+def toy(
+    runner: ToyRunner, *, num_blocks: int = 64, max_sequences: int = 8, max_step_tokens: int = 64, host_blocks: int = 0
+) -> tuple[Engine, Served]:
     """The real engine on a toy runner, with blocks of 4 tokens."""
-    config = EngineConfig(block_size=4, num_blocks=num_blocks, max_sequences=max_sequences, max_step_tokens=max_step_tokens)
-    engine = Engine(runner, config, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+    config = EngineConfig(
+        block_size=4, num_blocks=num_blocks, max_sequences=max_sequences, max_step_tokens=max_step_tokens, host_blocks=host_blocks
+    )
+    engine = Engine(runner, config, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], clock=lambda: 0.0)
     return engine, Served(
         "toy@fp32", "0123456789abcdef", "toy", VOCAB_SIZE, block_size=4, num_blocks=num_blocks, max_model_len=4 * num_blocks
     )
@@ -213,11 +220,14 @@ async def serving(
     num_blocks: int = 64,
     max_sequences: int = 8,
     max_step_tokens: int = 64,
+    host_blocks: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Harness]:
     """A worker on free ports, stopped at the end."""
     runner = ToyRunner()
-    engine, served = toy(runner, num_blocks=num_blocks, max_sequences=max_sequences, max_step_tokens=max_step_tokens)
+    engine, served = toy(
+        runner, num_blocks=num_blocks, max_sequences=max_sequences, max_step_tokens=max_step_tokens, host_blocks=host_blocks
+    )
     settings = WorkerSettings(model="toy", schedulers=schedulers, max_sequences=max_sequences, worker_id="w1")
     worker = Worker(engine, served, settings, pace=pace, beat=beat, clock=clock)
     await worker.start()

@@ -20,7 +20,7 @@ from services.cli.mesh import Mesh, Plan
 from services.cli.problem import Problem
 from services.cli.up import unless, until_signal
 
-_QUESTION = "What is the capital of France?"
+_QUESTION = "Name the capital of France."
 _EXPECTED = "Paris"
 _MAX_TOKENS = 48
 _ANSWER_SECONDS = 60

@@ -36,6 +36,7 @@ class Plan:
     host: str = "127.0.0.1"
     grpc_port: int = 50051
     http_port: int = 8000
+    level: str = "auto"
     kv_memory: str | None = None
     log_level: str = "info"
 
@@ -112,6 +113,8 @@ class Mesh:
                 "FOREBAY_WORKER_ID": f"worker-{number}",
                 "FOREBAY_NUM_THREADS": os.environ.get("FOREBAY_NUM_THREADS", str(threads)),
             }
+            if plan.level != "auto":
+                environment["FOREBAY_LEVEL"] = plan.level
             if plan.kv_memory is not None:
                 environment["FOREBAY_KV_MEMORY"] = plan.kv_memory
             starts.append(self._start("worker", environment, name=f"worker-{number}"))

@@ -110,7 +110,7 @@ def print_box(console: Console, running: Running) -> None:
 
 def curl_line(running: Running) -> str:
     """A chat completion by curl, ready to paste."""
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    messages = [{"role": "user", "content": "Name the capital of France."}]
     body = {"model": running.models[0], "messages": messages, "max_tokens": 32, "temperature": 0}
     return (
         f"curl -sS {running.http_base_url}/chat/completions -H 'Authorization: Bearer {running.token}' "
@@ -123,6 +123,6 @@ def python_line(running: Running) -> str:
     code = (
         f"from openai import OpenAI; c = OpenAI(base_url='{running.http_base_url}', api_key='{running.token}'); "
         f"print(c.chat.completions.create(model='{running.models[0]}', max_tokens=32, temperature=0, "
-        "messages=[dict(role='user', content='What is the capital of France?')]).choices[0].message.content)"
+        "messages=[dict(role='user', content='Name the capital of France.')]).choices[0].message.content)"
     )
     return f'{sys.executable} -c "{code}"'

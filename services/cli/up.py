@@ -17,6 +17,7 @@ from services.cli.mesh import Mesh, Plan
 from services.cli.options import choice, memory, text, whole
 from services.common.settings import LOG_LEVELS
 
+LEVELS = ("auto", "fp32", "bf16", "int8", "int4")
 Result = TypeVar("Result")
 
 
@@ -38,6 +39,14 @@ def up(
     ] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(parser=whole("--grpc-port", 0, 65535), metavar="PORT", help="0: any free one.")] = 50051,
     http_port: Annotated[int, typer.Option(parser=whole("--http-port", 0, 65535), metavar="PORT", help="0: any free one.")] = 8000,
+    level: Annotated[
+        str,
+        typer.Option(
+            parser=choice("--level", LEVELS),
+            metavar="LEVEL",
+            help="Of the weights: fp32, bf16, int8, int4; auto: as few bits as the file has.",
+        ),
+    ] = "auto",
     kv_memory: Annotated[
         str | None,
         typer.Option(
@@ -53,7 +62,7 @@ def up(
 
     Its processes are Valkey, a scheduler, workers and a gateway.
     """
-    plan = Plan(tuple(models.find_all(model or [])), workers, host, grpc_port, http_port, kv_memory, log_level)
+    plan = Plan(tuple(models.find_all(model or [])), workers, host, grpc_port, http_port, level, kv_memory, log_level)
     asyncio.run(_keep_up(plan, Home.from_environment(), as_json))
 
 

@@ -34,7 +34,7 @@ class ServedModel:
     vocab_size: int
     created: int  # seconds since the epoch at which the gateway took it up
     compiler: Compiler  # of grammars
-    level: str = "fp32"
+    level: str = ""  # empty: no worker has shown it yet
     version: str = ""  # empty: no worker has shown it yet
     max_model_len: int = 0  # tokens: the longest of any worker; context_len while none is known
     fingerprint: str = ""

@@ -44,6 +44,7 @@ class Placement:
 
     def __init__(self, mesh: Mesh, generation: Generation, deadline: Deadline) -> None:
         self._mesh = mesh
+        self._model = generation.model
         self._ticket = _ticket(generation)
         self._deadline = deadline
         self._epoch = 0
@@ -60,6 +61,8 @@ class Placement:
         A scheduler that says "come back in a moment" is taken at its word. Once a worker was lost, UNAVAILABLE is waited out for longer:
         another worker may be about to appear.
         """
+        if not self._model.level:
+            raise unavailable(f"no worker has loaded {self._model.name} yet: try again in a moment", reason="MODEL_NOT_LOADED")
         patience = self._mesh.clock() + (self._mesh.limits.replace_patience if self._epoch else self._mesh.limits.place_patience)
         excluded = self._mesh.excluded()
         attempt = 0

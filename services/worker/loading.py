@@ -73,7 +73,24 @@ def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
     if config.device == "cpu" and num_blocks * block_bytes > available:
         variable = "FOREBAY_NUM_BLOCKS" if settings.num_blocks else "FOREBAY_KV_MEMORY"
         raise SettingsError(f"a cache of {num_blocks * block_bytes} bytes is more than this host's {available} free ones: lower {variable}")
-    return replace(config, num_blocks=num_blocks)
+    left = available - (num_blocks * block_bytes if config.device == "cpu" else 0)
+    return replace(config, num_blocks=num_blocks, host_blocks=_host_blocks(settings, block_bytes, left))
+
+
+def _host_blocks(settings: WorkerSettings, block_bytes: int, available: int) -> int:
+    """What fits into FOREBAY_HOST_MEMORY. SettingsError where it could hold nothing, or is more than the `available` bytes."""
+    wanted = int(settings.host_memory)
+    if wanted == 0:
+        return 0
+    if not settings.prefix_cache:
+        raise SettingsError(
+            f"FOREBAY_HOST_MEMORY={wanted} keeps what the prefix cache evicts, and FOREBAY_PREFIX_CACHE is off: set one of them otherwise"
+        )
+    if wanted < block_bytes:
+        raise SettingsError(f"FOREBAY_HOST_MEMORY={wanted} is less than a cache block of {block_bytes} bytes: set more, or 0")
+    if wanted > available:
+        raise SettingsError(f"FOREBAY_HOST_MEMORY={wanted} is more than the {available} bytes that this host has left: lower it")
+    return wanted // block_bytes
 
 
 def fingerprint(config: EngineConfig, model: ModelConfig) -> str:

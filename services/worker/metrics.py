@@ -55,6 +55,11 @@ class Metrics:
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self.prefix_cache_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_cache_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.host_cache_usage = self._gauge("vllm:kv_offload_cpu_cache_usage_perc", "Share of host blocks that hold one, 0 .. 1.")
+        self.host_queries = self._counter("vllm:external_prefix_cache_queries", "Prompt tokens that the host was asked for.")
+        self.host_hits = self._counter("vllm:external_prefix_cache_hits", "Prompt tokens that came back from the host.")
+        self.copied_out = self._counter("forebay_worker_copied_out_blocks", "Cache blocks copied to the host.")
+        self.copied_in = self._counter("forebay_worker_copied_in_blocks", "Cache blocks copied back from the host.")
         self.num_preemptions = self._counter("vllm:num_preemptions", "Preempted sequences.")
         self.stale_outputs = self._counter("forebay_worker_stale_outputs", "Outputs of requests that had ended already; dropped.")
         self.refused = self._counter("forebay_worker_refused_requests", "Requests refused because there was no room.")
@@ -81,22 +86,31 @@ class Metrics:
             self.generation_tokens,
             self.prefix_cache_queries,
             self.prefix_cache_hits,
+            self.host_queries,
+            self.host_hits,
+            self.copied_out,
+            self.copied_in,
             self.num_preemptions,
             self.stale_outputs,
         )
-        self._seen: tuple[int, ...] = (0, 0, 0, 0, 0)
+        self._seen = (0,) * len(self._growing)
 
     def observe_turn(self, stats: EngineStats, *, num_step_tokens: int, num_stale_outputs: int) -> None:
         """Takes over the engine's gauges and the growth of its counters. `num_step_tokens`: computed in the step, 0 if there was none."""
         self.num_requests_running.set(stats.num_running)
         self.num_requests_waiting.set(stats.num_waiting)
         self.kv_cache_usage.set(stats.num_used_blocks / stats.num_blocks)
+        self.host_cache_usage.set(stats.num_held_host_blocks / max(1, stats.num_host_blocks))
         if num_step_tokens:
             self.iteration_tokens.observe(num_step_tokens)
         now = (
             stats.num_generated_tokens,
             stats.num_prefix_query_tokens,
             stats.num_prefix_hit_tokens,
+            stats.num_host_query_tokens,
+            stats.num_host_hit_tokens,
+            stats.num_copied_out_blocks,
+            stats.num_copied_in_blocks,
             stats.num_preemptions,
             num_stale_outputs,
         )

@@ -13,7 +13,7 @@ from tests.unit.cli.terminal import CTRL_C, CTRL_D, Terminal
 
 
 def test_run_prints_the_answer_alone(mesh: Mesh) -> None:
-    done = mesh.forebay("run", "--temperature", "0", "--max-tokens", "32", "What is the capital of France?")
+    done = mesh.forebay("run", "--temperature", "0", "--max-tokens", "32", "Name the capital of France.")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Paris" in done.stdout
 
@@ -26,7 +26,7 @@ def test_run_verbose_tells_the_rest_on_stderr(mesh: Mesh) -> None:
 
 
 def test_run_json(mesh: Mesh) -> None:
-    done = mesh.forebay("run", "--json", "--temperature", "0", "--max-tokens", "8", "-", text="What is the capital of France?")
+    done = mesh.forebay("run", "--json", "--temperature", "0", "--max-tokens", "8", "-", text="Name the capital of France.")
     answer = json.loads(done.stdout)
     assert answer["usage"]["completion_tokens"] <= 8
     assert answer["ttft_seconds"] > 0
@@ -34,7 +34,7 @@ def test_run_json(mesh: Mesh) -> None:
 
 
 def test_a_question_may_come_through_a_pipe(mesh: Mesh) -> None:
-    done = mesh.forebay("run", "--temperature", "0", "--max-tokens", "16", text="What is the capital of France?\n")
+    done = mesh.forebay("run", "--temperature", "0", "--max-tokens", "16", text="Name the capital of France.\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Paris" in done.stdout
 
@@ -51,7 +51,7 @@ def test_a_chat_goes_on_after_an_answer_is_cut(mesh: Mesh, monkeypatch: pytest.M
         mesh.wait_until_idle()
         terminal.keys("/clear\n")
         terminal.expect("\n> ")
-        terminal.keys("What is the capital of France?\n")
+        terminal.keys("Name the capital of France.\n")
         terminal.expect("Paris")
         terminal.expect("\n> ")
         terminal.keys(CTRL_D)

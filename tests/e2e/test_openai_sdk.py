@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.mesh import Mesh
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
 
 def test_chat(mesh: Mesh) -> None:

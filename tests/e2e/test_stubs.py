@@ -38,7 +38,7 @@ def test_generate_from_text_and_from_its_tokens(mesh: Mesh, stub: inference_pb2_
 
 def test_chat_reports_usage_and_echoes_the_label(mesh: Mesh, stub: inference_pb2_grpc.InferenceServiceStub) -> None:
     request = inference_pb2.ChatRequest(label="mine", sampling=types_pb2.SamplingParams(temperature=0, max_tokens=12))
-    request.messages.add(role="user", content="What is the capital of France?")
+    request.messages.add(role="user", content="Name the capital of France.")
     events = list(stub.Chat(request, metadata=mesh.metadata))
     assert events[0].started.label == "mine"
     assert events[0].started.system_fingerprint

@@ -62,7 +62,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[meshes.Mes
     with torch.inference_mode():
         answer = model.generate(torch.tensor([prompt]), max_new_tokens=_NUM_TOKENS, do_sample=False, eos_token_id=None)
     expected = tokenizer.decode(answer[0, len(prompt) :], skip_special_tokens=True)
-    with meshes.running(tmp_path_factory.mktemp("mesh") / "home", "--model", f"{folder}=strange") as mesh:
+    with meshes.running(tmp_path_factory.mktemp("mesh") / "home", "--model", f"{folder}=strange", "--level", "fp32") as mesh:
         yield mesh, expected
 
 

@@ -55,7 +55,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def fleet_mesh(tiny: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[meshes.Mesh]:
     """worker-1 and worker-2 have the default model, worker-3 and worker-4 the other."""
     models = ("--model", "smollm2-135m-instruct", "--model", f"{tiny[0]}=tiny")
-    with meshes.running(tmp_path_factory.mktemp("fleet") / "home", "--workers", "2", "--kv-memory", "256MB", *models) as mesh:
+    with meshes.running(
+        tmp_path_factory.mktemp("fleet") / "home", "--workers", "2", "--kv-memory", "256MB", "--level", "fp32", *models
+    ) as mesh:
         yield mesh
 
 

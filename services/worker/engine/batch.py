@@ -1,7 +1,7 @@
 """What one step computes and what came of it: ints only, no tensors."""
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 from services.worker.engine.request import PositionLogprobs, SequenceError
 from services.worker.engine.sequence import Sequence
@@ -56,19 +56,35 @@ class Budget:
         return Span(sequence, start, length, samples, scored)
 
 
+class Copy(NamedTuple):
+    """One page between a block of the device and a slot of the host; the list that it is in says which way."""
+
+    block: int
+    slot: int
+
+
 @dataclass(frozen=True)
 class Batch:
-    """The spans of one step, at most one per sequence. Empty when no sequence has anything to compute."""
+    """The spans of one step, at most one per sequence, and the copies before it. No spans when no sequence has anything to compute.
+
+    Copies out save what blocks held before this step; copies in may read what those have just written. No target is named twice.
+    """
 
     spans: tuple[Span, ...]
+    copies_out: tuple[Copy, ...] = ()
+    copies_in: tuple[Copy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(span.length for span in self.spans)
 
+    @property
+    def num_copies(self) -> int:
+        return len(self.copies_out) + len(self.copies_in)
+
     def without(self, request_id: str) -> "Batch":
         """The batch less the spans of one request."""
-        return Batch(tuple(span for span in self.spans if span.sequence.request_id != request_id))
+        return replace(self, spans=tuple(span for span in self.spans if span.sequence.request_id != request_id))
 
 
 @dataclass
@@ -83,6 +99,10 @@ class SpanResult:
 
 class Runner(Protocol):
     """Computes batches: the model, or a stand-in that needs none."""
+
+    def copy(self, batch: Batch) -> None:
+        """Runs the batch's copies, those out first. Once per batch and before `execute`, whatever becomes of the spans."""
+        ...
 
     def execute(self, batch: Batch) -> list[SpanResult]:
         """One result per span, in order. A SequenceError raised costs one request, anything else the engine; a batch may be run again."""

@@ -14,7 +14,9 @@ from operator import attrgetter
 from services.worker.engine.batch import Batch, Budget, Span, SpanResult
 from services.worker.engine.block_pool import BlockPool, CacheIdentity, extend_keys
 from services.worker.engine.config import EngineConfig
+from services.worker.engine.costs import Costs
 from services.worker.engine.grammar import Grammar, GrammarState
+from services.worker.engine.host_pool import HostPool
 from services.worker.engine.request import (
     EngineRequest,
     FinishReason,
@@ -39,6 +41,10 @@ class BatcherCounters:
 
     prefix_query_tokens: int = 0  # prompt tokens looked up
     prefix_hit_tokens: int = 0
+    host_query_tokens: int = 0  # prompt tokens that the device's cache didn't have
+    host_hit_tokens: int = 0
+    copied_out_blocks: int = 0
+    copied_in_blocks: int = 0
     computed_tokens: int = 0  # prompt and output, recomputation included
     generated_tokens: int = 0
     preemptions: int = 0
@@ -51,7 +57,9 @@ class Batcher:
         self.config = config
         self.max_model_len = max_model_len
         self.counters = BatcherCounters()
-        self.pool = BlockPool(config.num_blocks, keep_cached=config.prefix_cache)
+        self.costs = Costs()  # the engine records what it measures
+        self.host = HostPool(config.host_blocks)
+        self.pool = BlockPool(config.num_blocks, keep_cached=config.prefix_cache, on_evict=self.host.keep)
         self.running: list[Sequence] = []  # both lists in order
         self.waiting: list[Sequence] = []
         self.requests: dict[str, RequestState] = {}
@@ -136,6 +144,7 @@ class Batcher:
             if sequence.state is SequenceState.FINISHED:
                 continue
             self.pool.forget(sequence.block_table)
+            self.host.forget(sequence.block_keys[: len(sequence.block_table)])
             sequence.finish_reason = FinishReason.ERROR
             self._finish(sequence)
             output = self._output(sequence)
@@ -154,7 +163,7 @@ class Batcher:
         one_behind_first = sorted(self.running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1)  # stable: in order otherwise
         spans = [budget.spend(sequence) for sequence in one_behind_first]
         spans += self._admit(budget, now)
-        batch = Batch(tuple(span for span in spans if span is not None))
+        batch = Batch(tuple(span for span in spans if span is not None), tuple(self.host.copies_out), tuple(self.host.copies_in))
         assert batch.spans or not self.requests, "there is work, but nothing of it can run"
         return batch
 
@@ -205,7 +214,8 @@ class Batcher:
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Blocks for all present tokens, found ones first; False, and nothing taken, if there are too few."""
-        hits = self._lookup(sequence)
+        keys = self._shareable_keys(sequence)
+        hits = self.pool.lookup(keys)
         reserved = sequence.num_preemptions >= MAX_PREEMPTIONS
         total = self._num_blocks(sequence.max_computed_tokens if reserved else sequence.num_tokens)
         # A block for each that runs: otherwise the newcomer would be preempted as soon as they grow.
@@ -213,28 +223,44 @@ class Batcher:
         if total - len(hits) + self.pool.num_unreferenced(hits) + headroom > self.pool.num_available:
             return False
         self.pool.touch(hits)
-        self._count_hits(sequence, len(hits))
-        sequence.block_table = hits + self.pool.allocate(total - len(hits))
-        sequence.num_computed_tokens = len(hits) * self.config.block_size
+        # Taken before the device evicts: what comes back isn't overwritten by what goes.
+        slots = self.host.take(keys[len(hits) :]) if self.costs.copying_pays(self.config.block_size) else []
+        blocks = hits + self.pool.allocate(total - len(hits))
+        num_found = len(hits) + len(slots)
+        self.host.copy_in(slots, blocks[len(hits) : num_found])
+        for block, key in zip(blocks[len(hits) : num_found], keys[len(hits) : num_found], strict=True):
+            self.pool.register(block, key)  # whoever comes next in this step may share it: copies come before all spans
+        self._count_hits(sequence, len(hits), len(slots))
+        sequence.block_table = blocks
+        sequence.num_computed_tokens = num_found * self.config.block_size
         return True
 
-    def _lookup(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of its tokens. One token at least must be computed, and so must those whose log-probabilities are still wanted."""
+    def _shareable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Of blocks that may be found. One token at least must be computed, and so must those whose log-probabilities are still wanted."""
         extend_keys(sequence.block_keys, sequence.group.root_key, sequence.tokens, self.config.block_size)
         limit = max(0, sequence.num_scored_tokens - 1) if sequence.needs_scoring else sequence.num_tokens - 1
-        return self.pool.lookup(sequence.block_keys[: limit // self.config.block_size])
+        return sequence.block_keys[: limit // self.config.block_size]
 
-    def _count_hits(self, sequence: Sequence, num_hits: int) -> None:
+    def _count_hits(self, sequence: Sequence, num_hits: int, num_host_hits: int) -> None:
         """A request's hits are those of its first choice, once: later ones find what the first has computed."""
-        if sequence.group.num_cached_tokens is None:
-            sequence.group.num_cached_tokens = min(num_hits * self.config.block_size, sequence.num_prompt_tokens)
-            self.counters.prefix_query_tokens += sequence.num_prompt_tokens
-            self.counters.prefix_hit_tokens += sequence.group.num_cached_tokens
+        if sequence.group.num_cached_tokens is not None:
+            return
+        prompt_tokens, size = sequence.num_prompt_tokens, self.config.block_size
+        on_device = min(num_hits * size, prompt_tokens)
+        sequence.group.num_cached_tokens = min((num_hits + num_host_hits) * size, prompt_tokens)
+        self.counters.prefix_query_tokens += prompt_tokens
+        self.counters.prefix_hit_tokens += on_device
+        if self.host.num_slots:
+            self.counters.host_query_tokens += prompt_tokens - on_device
+            self.counters.host_hit_tokens += sequence.group.num_cached_tokens - on_device
 
     # --- after a step
 
     def commit(self, batch: Batch, results: Seq[SpanResult]) -> list[TokenOutput]:
         """Appends what the step yielded, ends what is complete, frees its blocks. One output per choice that has news."""
+        self.counters.copied_out_blocks += len(batch.copies_out)
+        self.counters.copied_in_blocks += len(batch.copies_in)
+        self.host.settle()
         outputs = []
         for span, result in zip(batch.spans, results, strict=True):
             if span.sequence.state is not SequenceState.RUNNING:
@@ -333,6 +359,9 @@ class Batcher:
     def check_integrity(self) -> None:
         """Asserts what must hold between steps; when idle, that no block is referenced."""
         self.pool.check_integrity([sequence.block_table for sequence in self.running])
+        self.host.check_integrity()
+        assert not self.host.copies_out, "a step's copies outlive it"
+        assert not self.host.copies_in, "a step's copies outlive it"
         assert not any(sequence.block_table for sequence in self.waiting), "a waiting sequence holds blocks"
         assert self.running == sorted(self.running, key=_BY_ORDER), "running sequences out of order"
         assert self.waiting == sorted(self.waiting, key=_BY_ORDER), "waiting sequences out of order"

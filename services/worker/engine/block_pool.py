@@ -6,7 +6,7 @@ A keyed block is full and immutable.
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -43,11 +43,15 @@ def _digest(*fields: tuple[bytes, bytes]) -> bytes:
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks - 1. With keep_cached False a block's key dies with its last reference: sharing among the living only."""
+    """Blocks 0 .. num_blocks - 1. With keep_cached False a block's key dies with its last reference: sharing among the living only.
 
-    def __init__(self, num_blocks: int, *, keep_cached: bool = True) -> None:
+    `on_evict` hears of each cached block, and its key, that is given away while its content is still there.
+    """
+
+    def __init__(self, num_blocks: int, *, keep_cached: bool = True, on_evict: Callable[[int, bytes], None] | None = None) -> None:
         self.num_blocks = num_blocks
         self._keep_cached = keep_cached
+        self._on_evict = on_evict
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is the warmest
         self._cached: dict[int, None] = {}  # unreferenced and keyed, least recently used first
@@ -77,7 +81,10 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             if not self._free:
-                self._evict(next(iter(self._cached)))
+                oldest = next(iter(self._cached))
+                if self._on_evict is not None:
+                    self._on_evict(oldest, self._key_of_block[oldest])
+                self._evict(oldest)
             blocks.append(block := self._free.pop())
             self._ref_counts[block] = 1
         return blocks

@@ -1,6 +1,7 @@
-"""The engine: token ids in, token ids out. One thread calls it; it knows no text, no network and no clock of its own."""
+"""The engine: token ids in, token ids out. One thread calls it; it knows no text and no network, and its clock only measures."""
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,12 @@ class EngineStats:
     num_free_blocks: int
     num_prefix_query_tokens: int  # prompt tokens looked up in the prefix cache
     num_prefix_hit_tokens: int
+    num_host_blocks: int  # slots of host memory for what the cache evicts
+    num_held_host_blocks: int
+    num_host_query_tokens: int  # prompt tokens that the cache didn't have and the host was asked for
+    num_host_hit_tokens: int
+    num_copied_out_blocks: int  # to the host
+    num_copied_in_blocks: int
     num_computed_tokens: int  # prompt and output, recomputation included
     num_generated_tokens: int
     num_preemptions: int
@@ -71,12 +78,14 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         max_model_len: int | None = None,
         model_version: str = "",
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len or config.max_model_len or config.num_blocks * config.block_size
         self.model_version = model_version
         self.runner = runner
+        self._clock = clock
         ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]  # some configs name tokens that the weights lack
         self.batcher = Batcher(config, self.max_model_len, ends, model_version, kv_format=config.cache_format)
 
@@ -119,14 +128,24 @@ class Engine:
         request with FinishReason.ERROR instead.
         """
         batch = self.batcher.schedule(now)
+        if batch.num_copies:
+            self._copy(batch)
         batch, results = self._execute(batch)
         return self.batcher.commit(batch, results)
+
+    def _copy(self, batch: Batch) -> None:
+        started = self._clock()
+        self.runner.copy(batch)
+        self.batcher.costs.copy.record(batch.num_copies, self._clock() - started)
 
     def _execute(self, batch: Batch) -> tuple[Batch, list[SpanResult]]:
         """Runs the batch, without the request that makes the runner raise a SequenceError."""
         while batch.spans:
+            started = self._clock()
             try:
-                return batch, self.runner.execute(batch)
+                results = self.runner.execute(batch)
+                self.batcher.costs.record_step([span.length for span in batch.spans], self._clock() - started)
+                return batch, results
             except SequenceError as error:
                 self.batcher.fail(error)
                 batch = batch.without(error.request_id)
@@ -141,7 +160,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Numbers for heartbeats and metrics."""
-        pool, counters = self.batcher.pool, self.batcher.counters
+        pool, host, counters = self.batcher.pool, self.batcher.host, self.batcher.counters
         return EngineStats(
             num_running=len(self.batcher.running),
             num_waiting=len(self.batcher.waiting),
@@ -151,6 +170,12 @@ class Engine:
             num_free_blocks=pool.num_available - pool.num_cached,
             num_prefix_query_tokens=counters.prefix_query_tokens,
             num_prefix_hit_tokens=counters.prefix_hit_tokens,
+            num_host_blocks=host.num_slots,
+            num_held_host_blocks=host.num_held,
+            num_host_query_tokens=counters.host_query_tokens,
+            num_host_hit_tokens=counters.host_hit_tokens,
+            num_copied_out_blocks=counters.copied_out_blocks,
+            num_copied_in_blocks=counters.copied_in_blocks,
             num_computed_tokens=counters.computed_tokens,
             num_generated_tokens=counters.generated_tokens,
             num_preemptions=counters.preemptions,

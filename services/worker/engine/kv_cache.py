@@ -26,6 +26,11 @@ class KVCache:
         self.pages = torch.zeros(shape, dtype=DTYPES[kv_format], device=device)
         self.scales = torch.zeros(shape[:-1], dtype=torch.float16, device=device) if kv_format in _LARGEST else None
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that blocks consist of; the first dimension of each is the block."""
+        return [self.pages] if self.scales is None else [self.pages, self.scales]
+
     def write(self, layer: int, rows: Tensor, values: Tensor) -> None:
         """Stores values [n, head_dim] at `rows` [n]: numbers of slots of a head, counted from the first of `layer`.
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from services.worker.engine.batch import Batch, Span, SpanResult
+from services.worker.engine.host_cache import HostCache
 from services.worker.engine.models.step import Step
 from services.worker.engine.request import PositionLogprobs, SequenceError
 from services.worker.engine.sampler import Sample, SampleRow, sample, score
@@ -13,7 +14,16 @@ from services.worker.engine.sampler import Sample, SampleRow, sample, score
 _SCORED_AT_ONCE = 64  # rows of log-softmax beside the logits
 
 
-Cache = TypeVar("Cache")
+class Paged(Protocol):
+    """A cache in blocks, of any layout."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that blocks consist of; the first dimension of each is the block."""
+        ...
+
+
+Cache = TypeVar("Cache", bound=Paged)
 _Cache = TypeVar("_Cache", contravariant=True)
 
 
@@ -26,11 +36,17 @@ class Model(Protocol[_Cache]):
 
 
 class ModelRunner(Generic[Cache]):
-    """A decoder and the cache that it reads and writes."""
+    """A decoder, the cache that it reads and writes, and room in host memory for `host_blocks` of its blocks."""
 
-    def __init__(self, model: Model[Cache], kv: Cache) -> None:
+    def __init__(self, model: Model[Cache], kv: Cache, host_blocks: int = 0) -> None:
         self.model = model
         self.kv = kv
+        self.host = HostCache(kv.tensors, host_blocks)
+
+    @torch.inference_mode()
+    def copy(self, batch: Batch) -> None:
+        """See Runner. Ends when the copies have, so that their time can be measured."""
+        self.host.copy(batch.copies_out, batch.copies_in)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[SpanResult]:

@@ -97,6 +97,7 @@ def make_model(**fields: Any) -> ServedModel:
         "created": 1_700_000_000,
         "compiler": Compiler(tokenizer, VOCAB_SIZE, [EOS]),
         "max_model_len": MAX_MODEL_LEN,
+        "level": "fp32",
         "version": "0123456789abcdef",
         "ready": True,
     }

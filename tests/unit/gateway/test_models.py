@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_gguf_file(gguf_file: Path) -> None:
     model = load_model(gguf_file, "tiny", ["small", "tiny", "small"])
-    assert (model.name, model.aliases, model.full_name) == ("tiny", ("small",), "tiny@fp32")
+    assert (model.name, model.aliases, model.full_name) == ("tiny", ("small",), "tiny@")
     assert (model.context_len, model.max_model_len, model.vocab_size) == (512, 512, len(byte_level().get_vocab()))
     assert (model.ready, model.version) == (False, "")
     assert model.template is not None

@@ -1,6 +1,7 @@
 """Getting a lease: which refusals are waited out, which make way for the next scheduler, and what the client may read."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -98,4 +99,18 @@ async def test_epochs_that_may_be_held() -> None:
         task.cancel()
         await asyncio.wait([task])
         assert place.epochs == [1, 2], "the second lease may be on its way to nobody"
+        await mesh.close()
+
+
+async def test_a_model_that_no_worker_has_shown_is_said_so_before_anything_is_placed() -> None:
+    """Its level, which is part of what workers are asked for, isn't known yet."""
+    scheduler = FakeScheduler([])
+    async with serving(scheduler):
+        mesh = Mesh([scheduler.address], PATIENT)
+        request = generation()
+        unknown = replace(request, model=replace(request.model, level=""))
+        with pytest.raises(StatusError, match="no worker has loaded tiny yet") as refusal:
+            await Placement(mesh, unknown, Deadline(30.0, mesh.clock)).lease(0)
+        assert (refusal.value.code, refusal.value.retry_after_seconds) == (Code.UNAVAILABLE, 1.0)
+        assert scheduler.places == []
         await mesh.close()

@@ -59,6 +59,31 @@ def test_a_cache_beyond_the_hosts_memory_is_refused() -> None:
         engine_config(WorkerSettings(model="m", level="fp32", backend="torch", num_blocks=1 << 50), SMALL)
 
 
+def test_host_memory_is_counted_in_blocks_and_off_unless_asked_for() -> None:
+    def host_blocks(**fields: object) -> int:
+        settings = WorkerSettings(model="m", level="fp32", backend="torch", num_blocks=2, **fields)  # type: ignore[arg-type]
+        return engine_config(settings, SMALL).host_blocks
+
+    assert host_blocks() == 0
+    assert host_blocks(host_memory=7 * BLOCK_BYTES + 5) == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"host_memory": BLOCK_BYTES - 1}, rf"FOREBAY_HOST_MEMORY={BLOCK_BYTES - 1} is less than a cache block of {BLOCK_BYTES} bytes"),
+        ({"host_memory": 1 << 60}, rf"FOREBAY_HOST_MEMORY={1 << 60} is more than the \d+ bytes that this host has left"),
+        ({"host_memory": 1 << 20, "prefix_cache": False}, "FOREBAY_PREFIX_CACHE is off"),
+    ],
+)
+def test_host_memory_that_could_hold_nothing_is_refused(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        engine_config(
+            WorkerSettings(model="m", level="fp32", backend="torch", num_blocks=2, **fields),  # type: ignore[arg-type]
+            SMALL,
+        )
+
+
 def test_the_fingerprint_names_level_cache_and_runner() -> None:
     config = engine_config(WorkerSettings(model="m", level="fp32", backend="torch", num_blocks=2), SMALL)
     level, cache, runner = fingerprint(config, SMALL).split("/")

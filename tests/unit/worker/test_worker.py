@@ -129,6 +129,9 @@ async def test_metrics_have_the_names_that_dashboards_ask_for() -> None:
         assert await metric("vllm:generation_tokens_total", **model) == 24
         assert await metric("vllm:prefix_cache_queries_total", **model) >= 40
         assert await metric("vllm:prefix_cache_hits_total", **model) >= 16
+        assert await metric("vllm:external_prefix_cache_queries_total", **model) == 0
+        assert await metric("vllm:external_prefix_cache_hits_total", **model) == 0
+        assert await metric("vllm:kv_offload_cpu_cache_usage_perc", **model) == 0
         assert await metric("vllm:num_preemptions_total", **model) == 0
         assert await metric("vllm:request_success_total", finished_reason="length", **model) == 2
         assert await metric("vllm:request_success_total", finished_reason="abort", **model) == 0
@@ -143,6 +146,24 @@ async def test_metrics_have_the_names_that_dashboards_ask_for() -> None:
         assert await metric("vllm:request_params_n_sum", **model) == 4
         assert await metric("vllm:request_params_max_tokens_sum", **model) == 12
         assert await metric("vllm:iteration_tokens_total_count", **model) == worker.runner.num_steps
+
+
+async def test_what_the_host_gives_back_is_in_usage_and_metrics() -> None:
+    """Two prompts of 5 blocks in turn, on a device of 7 blocks."""
+    async with serving(num_blocks=7, host_blocks=12) as worker:
+        for number in range(4):
+            prompt = list(range(100 * (number % 2), 100 * (number % 2) + 20))
+            heard = await hear(worker.stub.Generate(worker.request(f"r{number}", prompt=prompt, max_tokens=2)))
+            assert heard.events[-1].completed.usage.cached_tokens == (16 if number >= 2 else 0)
+        await worker.idle()
+        model = {"model_name": "toy@fp32"}
+        hits = await worker.metric("vllm:external_prefix_cache_hits_total", **model)
+        assert hits == 2 * 16 - await worker.metric("vllm:prefix_cache_hits_total", **model) > 0
+        assert await worker.metric("vllm:external_prefix_cache_queries_total", **model) == 4 * 20 - (2 * 16 - hits)
+        assert await worker.metric("forebay_worker_copied_in_blocks_total", **model) == hits / 4
+        held = await worker.metric("vllm:kv_offload_cpu_cache_usage_perc", **model)
+        assert held * 12 == await worker.metric("forebay_worker_copied_out_blocks_total", **model)
+        assert 0 < held <= 1
 
 
 async def test_prefix_hits_are_in_the_usage() -> None:

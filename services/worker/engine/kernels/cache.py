@@ -19,6 +19,11 @@ class NativeCache:
         self.kv_format = kv_format
         self.pages = torch.zeros(num_blocks, page_bytes(config, block_size, kv_format), dtype=torch.uint8)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that blocks consist of; the first dimension of each is the block."""
+        return [self.pages]
+
     def wire(self) -> library.Cache:
         """What the kernels are told; `pages` must outlive it."""
         slots, width, layer_bytes = _layer(self.config, self.block_size, self.kv_format)

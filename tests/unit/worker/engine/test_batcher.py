@@ -95,14 +95,20 @@ def some_requests(draw: st.DrawFn, max_size: int = 8) -> list[EngineRequest]:
     st.integers(1, 40),
     st.integers(1, 6),
     st.booleans(),
+    st.integers(0, 40),
 )
 @settings(max_examples=120, deadline=None)
 def test_any_company_any_pool_any_chunk_same_tokens(
-    requests: list[EngineRequest], num_blocks: int, max_step_tokens: int, max_sequences: int, prefix_cache: bool
+    requests: list[EngineRequest], num_blocks: int, max_step_tokens: int, max_sequences: int, prefix_cache: bool, host_blocks: int
 ) -> None:
-    """14 blocks of 4 hold any one of them: everything else is preemption, chunking, prefix hits and waiting."""
+    """14 blocks of 4 hold any one of them: everything else is preemption, chunking, prefix hits of either tier and waiting."""
     config = EngineConfig(
-        num_blocks=num_blocks, block_size=4, max_step_tokens=max_step_tokens, max_sequences=max_sequences, prefix_cache=prefix_cache
+        num_blocks=num_blocks,
+        block_size=4,
+        max_step_tokens=max_step_tokens,
+        max_sequences=max_sequences,
+        prefix_cache=prefix_cache,
+        host_blocks=host_blocks,
     )
     together = run(requests, config)
     apart = {key: ending for request in requests for key, ending in alone(request).items()}
@@ -113,10 +119,17 @@ def test_any_company_any_pool_any_chunk_same_tokens(
 class EngineMachine(RuleBasedStateMachine):
     """Requests come, are aborted and are stepped in any order, on a pool far too small for all."""
 
-    @initialize(prefix_cache=st.booleans(), max_step_tokens=st.sampled_from([1, 3, 16, 200]))
-    def build(self, prefix_cache: bool, max_step_tokens: int) -> None:
+    @initialize(prefix_cache=st.booleans(), max_step_tokens=st.sampled_from([1, 3, 16, 200]), host_blocks=st.sampled_from([0, 3, 40]))
+    def build(self, prefix_cache: bool, max_step_tokens: int, host_blocks: int) -> None:
         self.engine = fake_engine(
-            EngineConfig(num_blocks=16, block_size=4, max_step_tokens=max_step_tokens, max_sequences=5, prefix_cache=prefix_cache)
+            EngineConfig(
+                num_blocks=16,
+                block_size=4,
+                max_step_tokens=max_step_tokens,
+                max_sequences=5,
+                prefix_cache=prefix_cache,
+                host_blocks=host_blocks,
+            )
         )
         self.added: dict[str, EngineRequest] = {}
         self.aborted: set[str] = set()

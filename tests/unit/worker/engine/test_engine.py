@@ -38,14 +38,15 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
 def engine_on(decoder: AnyDecoder, **fields: object) -> Engine:
     """An engine whose unwritten slots hold NaN."""
     config = EngineConfig(**{"num_blocks": 128, "block_size": 16, "max_step_tokens": 64, **fields})  # type: ignore[arg-type]
-    kv = make_cache(decoder, config.num_blocks, config.block_size)
+    kv = make_cache(decoder, config.num_blocks, config.block_size, config.kv_format)
     return Engine(
-        ModelRunner(decoder, kv),
+        ModelRunner(decoder, kv, config.host_blocks),
         config,
         vocab_size=decoder.config.vocab_size,
         eos_token_ids=decoder.config.eos_token_ids,
         max_model_len=decoder.config.max_position,
         model_version=decoder.version,
+        clock=lambda: 0.0,  # copies from the host always pay
     )
 
 
@@ -215,6 +216,23 @@ def test_b30_all_banned_fails_alone(make_pair: Callable[[str], Pair]) -> None:
     assert "every token is banned" in (got["bad", 0].error or "")
     assert got["bad", 0].unsatisfiable
     assert len(got["good", 0].token_ids) == 3
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "bf16", "int8", "fp8"])
+def test_blocks_that_come_back_from_the_host_change_no_bit(kv_format: str, make_pair: Callable[[str], Pair]) -> None:
+    """Twice eight conversations, greedy and sampled: on a device that holds them all, and on one that thrashes and evicts to the host."""
+    _, decoder = make_pair("qwen3")
+    sampled = SamplingParams(max_tokens=24, seed=4, temperature=1.3, top_p=0.95, ignore_eos=True, logprobs=2)
+    requests = [EngineRequest(f"r{i}", prompt(20 + 5 * i, i), greedy(24) if i % 2 else sampled) for i in range(8)]
+    roomy = engine_on(decoder, kv_format=kv_format, block_size=4, num_blocks=400)
+    small = engine_on(decoder, kv_format=kv_format, block_size=4, num_blocks=30, max_step_tokens=24, host_blocks=200)
+    for _ in range(2):
+        expected, got = run(roomy, requests), run(small, requests)
+        assert tokens_of(got) == tokens_of(expected)
+        assert {key: output.logprobs for key, output in got.items()} == {key: output.logprobs for key, output in expected.items()}
+    stats = small.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_copied_in_blocks * 4 >= stats.num_host_hit_tokens > 0
 
 
 def test_b14_new_weights_find_no_old_blocks(make_pair: Callable[[str], Pair]) -> None:
