@@ -20,6 +20,7 @@ MAX_COMPILE_SECONDS = 2.0
 _NUM_THREADS = 2
 _MAX_WAITING = 32  # compilations behind those that run
 _MAX_KEPT = 64
+_MAX_KEPT_CHARS = 512 << 10  # of their texts: compiled, up to 150 times as many bytes
 _MAX_WORDS = 300
 
 # A step's fuel is some 15 ms. What a matcher's lexer may grow to is some 30 MB.
@@ -71,7 +72,7 @@ class Compiler:
                 raise CompilerBusy(f"no grammar was compiled within {MAX_COMPILE_SECONDS:g} s") from None
             raise GrammarError(f"takes more than {MAX_COMPILE_SECONDS:g} s to compile: make it smaller") from None
         self._kept[grammar] = matcher
-        if len(self._kept) > _MAX_KEPT:
+        while len(self._kept) > _MAX_KEPT or sum(len(kept.text) for kept in self._kept) > _MAX_KEPT_CHARS:
             self._kept.popitem(last=False)
         return matcher
 
