@@ -14,17 +14,17 @@ PROTOS := $(wildcard protos/forebay/v1/*.proto)
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup demo up test fuzz test-debian lint format proto proto-check breaking cancel-soak bench-serving config-table compose-smoke clean
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving \
+  bench-speculation speculation-lossless config-table compose-smoke clean
 
 help: ## This list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 setup: $(VENV)/.kernels ## The virtual environment in .venv, with the default model and the CPU kernels
 
-# Compiled for this very CPU; without g++, or on another kind of CPU, the engine computes by torch and says so.
+# Compiled for this very CPU; without g++, or on another kind of CPU, the engine computes by torch, and each make says so and tries again.
 $(VENV)/.kernels: $(VENV)/.stamp $(wildcard services/worker/engine/kernels/*.cpp services/worker/engine/kernels/*.h) tools/build_kernels.py
-	@$(BIN)/python tools/build_kernels.py
-	touch $@
+	@if $(BIN)/python tools/build_kernels.py; then touch $@; fi
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then
@@ -49,8 +49,9 @@ up: setup ## Keep a mesh running until Ctrl-C (ARGS='--workers 2', say)
 	set -m
 	$(BIN)/python services/cli/deathwatch.py $$$$ $(BIN)/forebay up $(ARGS) || exit
 
-test: setup ## Every test that needs only Python and make
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+test: setup ## Every test that needs only Python, make and g++
+	@$(BIN)/python tools/build_kernels.py v3
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 fuzz: setup ## 10,000 fuzzed requests at the gateway, a minute or two
 	@FOREBAY_FUZZ_CASES=10000 $(BIN)/python -m pytest --timeout 900 tests/unit/gateway/test_fuzz.py $(ARGS)
@@ -58,6 +59,9 @@ fuzz: setup ## 10,000 fuzzed requests at the gateway, a minute or two
 test-debian: setup ## The tests on Debian's redis-server, which must be installed
 	@server=$$(command -v redis-server) || { echo "no redis-server: apt install redis-server" >&2; exit 1; }
 	FOREBAY_TEST_REDIS=$$server $(BIN)/python -m pytest -n $(JOBS) tests/integration $(ARGS)
+
+kernels-sanitize: setup ## The kernels' tests under address, undefined-behaviour and thread sanitizers, some minutes
+	@$(BIN)/python tools/sanitize_kernels.py
 
 lint: setup ## ruff, mypy, import rules, buf, source gate
 	@$(BIN)/ruff check .
@@ -100,6 +104,12 @@ cancel-soak: setup ## 3,000 requests cancelled at random times
 
 bench-serving: setup ## Load on a running mesh (make up): requests/s, TTFT and ITL as JSON lines
 	@$(BIN)/python -m bench.serving $(ARGS)
+
+bench-speculation: setup ## Speculation on against off, by kind of answer, as JSON lines (ARGS='--rounds 3', say)
+	@$(BIN)/python -m bench.speculation $(ARGS)
+
+speculation-lossless: setup ## 100,000 tokens with speculation equal those without, bit for bit
+	@FOREBAY_LOSSLESS_TOKENS=100000 $(BIN)/python -m pytest -n $(JOBS) tests/unit/worker/engine/test_speculation.py -k lossless_for_every_k $(ARGS)
 
 compose-smoke: setup ## Build and run deploy/compose.yaml once (root; Debian; installs docker.io)
 	@deploy/compose-smoke.sh

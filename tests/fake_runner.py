@@ -11,8 +11,11 @@ from collections.abc import Callable
 from services.worker.engine.batch import Batch, Span, SpanResult
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
-from services.worker.engine.request import PositionLogprobs, SequenceError, TokenLogprob
+from services.worker.engine.request import PositionLogprobs, TokenLogprob
+from services.worker.engine.sampler import Sample
 from services.worker.engine.sequence import Sequence
+from services.worker.engine.speculation.speculator import Speculator
+from services.worker.engine.verification import take_run
 
 VOCAB_SIZE = 1000
 EOS = 7
@@ -53,9 +56,9 @@ class FakeRunner:
         return [self._answer(span) for span in batch.spans]
 
     def _write(self, span: Span) -> None:
-        for position in range(span.start, span.end):
+        for position, token in zip(range(span.start, span.end), span.token_ids, strict=True):
             block, offset = divmod(position, self.block_size)
-            self.slots[span.sequence.block_table[block] * self.block_size + offset] = span.sequence.tokens[position]
+            self.slots[span.sequence.block_table[block] * self.block_size + offset] = token
 
     def _answer(self, span: Span) -> SpanResult:
         result = SpanResult()
@@ -64,14 +67,14 @@ class FakeRunner:
             self._next(sequence, position + 1)  # reads, as a model would
             result.prompt_logprobs.append(PositionLogprobs(TokenLogprob(sequence.tokens[position + 1], -1.0)))
         if span.samples:
-            token = self._next(sequence, span.end)
-            if token is None:
-                why = (sequence.grammar and sequence.grammar.error) or "every token is banned"
-                return SpanResult(error=SequenceError(sequence.request_id, sequence.choice_index, why, unsatisfiable=True))
-            result.token_ids.append(token)
-            if sequence.sampling.logprobs is not None:
-                result.logprobs.append(PositionLogprobs(TokenLogprob(token, -1.0)))
+            take_run(span, [self._sample(sequence, position + 1) for position in span.sampled], result)
         return result
+
+    def _sample(self, sequence: Sequence, num_tokens: int) -> Sample:
+        token = self._next(sequence, num_tokens)
+        if token is None:
+            return Sample(-1, error="every token is banned", unsatisfiable=True)
+        return Sample(token, PositionLogprobs(TokenLogprob(token, -1.0)) if sequence.sampling.logprobs is not None else None)
 
     def _next(self, sequence: Sequence, num_tokens: int) -> int | None:
         """The token behind the first `num_tokens`, by what the blocks say about them."""
@@ -81,18 +84,18 @@ class FakeRunner:
             read += self.slots[block * size : (block + 1) * size]
         read = read[:num_tokens]
         assert _UNWRITTEN not in read, f"{sequence.request_id} reads a slot that nobody has written"
-        return next_token(read, sequence, self.vocab_size, self.model)
+        return next_token(read, sequence, self.vocab_size, self.model, num_drafts=max(0, num_tokens - sequence.num_tokens))
 
 
-def next_token(context: "array[int]", sequence: Sequence, vocab_size: int, model: str = "") -> int | None:
-    """None where none is allowed. A hash of the context and, where the request samples, of seed and choice."""
+def next_token(context: "array[int]", sequence: Sequence, vocab_size: int, model: str = "", *, num_drafts: int = 0) -> int | None:
+    """None where none is allowed; else a hash of the context and, where the request samples, of seed and choice."""
     sampling = sequence.sampling
     salt = f"{model}/{sampling.seed}/{sequence.choice_index}" if sampling.temperature > 0 else model
     digest = hashlib.blake2b(context.tobytes(), key=salt.encode(), digest_size=8).digest()
     token = int.from_bytes(digest, "little") % vocab_size
-    allowed = None if sequence.grammar is None else sequence.grammar.masks()[0]
+    allowed = None if sequence.grammar is None else sequence.grammar.masks(list(context)[sequence.num_tokens :])[-1]
     for _ in range(vocab_size):
-        banned = token in sequence.banned_ids or sampling.logit_bias.get(token, 0) <= -100
+        banned = token in sequence.banned_ids(num_drafts) or sampling.logit_bias.get(token, 0) <= -100
         if not banned and (allowed is None or allowed[token // 8] >> token % 8 & 1):
             return token
         token = (token + 1) % vocab_size
@@ -106,6 +109,7 @@ def fake_engine(
     eos_token_ids: tuple[int, ...] = (EOS,),
     model: str = "",
     before_execute: Callable[[Batch], None] = lambda batch: None,
+    speculator: Speculator | None = None,
 ) -> Engine:
     """An engine on a FakeRunner."""
     config = config or EngineConfig()
@@ -117,5 +121,12 @@ def fake_engine(
         model=model,
         before_execute=before_execute,
     )
-    # No time passes: copies always pay.
-    return Engine(runner, config, vocab_size=vocab_size, eos_token_ids=eos_token_ids, model_version=model, clock=lambda: 0.0)
+    return Engine(
+        runner,
+        config,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        model_version=model,
+        speculator=speculator,
+        clock=lambda: 0.0,  # no time passes: copies always pay
+    )

@@ -1,8 +1,10 @@
 """Tiny random models for the engine's tests, made with transformers, and a plain way to drive a decoder: steps of chosen chunks."""
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import gguf
@@ -21,6 +23,7 @@ from services.worker.engine.models.decoder import Decoder
 from services.worker.engine.models.native import NativeDecoder
 from services.worker.engine.models.step import Step
 from services.worker.engine.quantization import Weights
+from tools import build_kernels
 
 VOCAB = 199  # odd on purpose: no vector of any width divides it
 _SHAPE = {
@@ -96,10 +99,17 @@ class Chunk:
 AnyDecoder = Decoder | NativeDecoder
 
 
-def load_native(path: Path, level: str = "fp32", num_threads: int = 2) -> NativeDecoder:
-    """The model on the CPU kernels, which `make setup` has compiled."""
-    compiled = library.find()
-    assert compiled is not None, "no kernels: run make setup"
+@lru_cache
+def kernels(target: str = "native") -> library.Library:
+    """The CPU kernels for a target of build_kernels.py, compiled where they aren't yet; or those in the folder FOREBAY_TEST_KERNELS."""
+    if folder := os.environ.get("FOREBAY_TEST_KERNELS"):
+        return library.load(Path(folder) / f"forebay-{target}-sanitized.so")
+    return library.load(build_kernels.build(target))
+
+
+def load_native(path: Path, level: str = "fp32", num_threads: int = 2, target: str = "native") -> NativeDecoder:
+    """The model on the CPU kernels."""
+    compiled = kernels(target)
 
     def make(config: ModelConfig, weights: Weights, version: str) -> NativeDecoder:
         return NativeDecoder(config, weights, version, level, compiled, num_threads)

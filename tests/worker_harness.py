@@ -16,6 +16,10 @@ from services.worker.engine.batch import Batch, Span, SpanResult
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.request import PositionLogprobs, SequenceError, TokenLogprob
+from services.worker.engine.sampler import Sample
+from services.worker.engine.sequence import Sequence
+from services.worker.engine.speculation.speculator import Speculator
+from services.worker.engine.verification import take_run
 from services.worker.node import Beat
 from services.worker.outbox import Pace
 from services.worker.settings import WorkerSettings
@@ -40,6 +44,11 @@ async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
 def next_token(tokens: list[int]) -> int:
     """What the toy model says: it depends on the whole text and is never the end token."""
     return (31 * sum(tokens) + 7 * len(tokens)) % (VOCAB_SIZE - 1)
+
+
+def toy_token(sequence: Sequence, drafted: tuple[int, ...] = ()) -> int:
+    """The token of a sequence behind so many drafts."""
+    return (next_token([*sequence.tokens, *drafted]) + sequence.choice_index) % (VOCAB_SIZE - 1)
 
 
 def continuation(prompt: list[int], count: int, choice_index: int = 0) -> list[int]:
@@ -109,9 +118,14 @@ class ToyRunner:
         name = sequence.request_id.partition("#")[0]
         if (name, sequence.num_output_tokens) in self.failing:
             return SpanResult(error=SequenceError(sequence.request_id, sequence.choice_index, "NaN logits"))
-        token = (next_token(sequence.tokens) + sequence.choice_index) % (VOCAB_SIZE - 1)
+        result = SpanResult()
         top = tuple(TokenLogprob(other, -1.0) for other in range(sequence.sampling.logprobs or 0))
-        return SpanResult([token], [PositionLogprobs(TokenLogprob(token, -0.5), top)] if top else [])
+        samples = []
+        for num_drafts in range(len(span.sampled)):
+            token = toy_token(sequence, span.draft.token_ids[:num_drafts])
+            samples.append(Sample(token, PositionLogprobs(TokenLogprob(token, -0.5), top) if top else None))
+        take_run(span, samples, result)
+        return result
 
 
 @dataclass
@@ -199,13 +213,19 @@ async def hear(call: Call) -> Heard:
 
 
 def toy(
-    runner: ToyRunner, *, num_blocks: int = 64, max_sequences: int = 8, max_step_tokens: int = 64, host_blocks: int = 0
+    runner: ToyRunner,
+    *,
+    num_blocks: int = 64,
+    max_sequences: int = 8,
+    max_step_tokens: int = 64,
+    host_blocks: int = 0,
+    speculator: Speculator | None = None,
 ) -> tuple[Engine, Served]:
     """The real engine on a toy runner, with blocks of 4 tokens."""
     config = EngineConfig(
         block_size=4, num_blocks=num_blocks, max_sequences=max_sequences, max_step_tokens=max_step_tokens, host_blocks=host_blocks
     )
-    engine = Engine(runner, config, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], clock=lambda: 0.0)
+    engine = Engine(runner, config, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], speculator=speculator, clock=lambda: 0.0)
     return engine, Served(
         "toy@fp32", "0123456789abcdef", "toy", VOCAB_SIZE, block_size=4, num_blocks=num_blocks, max_model_len=4 * num_blocks
     )
@@ -221,12 +241,18 @@ async def serving(
     max_sequences: int = 8,
     max_step_tokens: int = 64,
     host_blocks: int = 0,
+    speculator: Speculator | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Harness]:
     """A worker on free ports, stopped at the end."""
     runner = ToyRunner()
     engine, served = toy(
-        runner, num_blocks=num_blocks, max_sequences=max_sequences, max_step_tokens=max_step_tokens, host_blocks=host_blocks
+        runner,
+        num_blocks=num_blocks,
+        max_sequences=max_sequences,
+        max_step_tokens=max_step_tokens,
+        host_blocks=host_blocks,
+        speculator=speculator,
     )
     settings = WorkerSettings(model="toy", schedulers=schedulers, max_sequences=max_sequences, worker_id="w1")
     worker = Worker(engine, served, settings, pace=pace, beat=beat, clock=clock)

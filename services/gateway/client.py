@@ -26,6 +26,7 @@ from services.text.grammar import Grammar
 _log = log.get(__name__)
 
 _DYING = ("ENGINE_FAILED", "ENGINE_HANGS")  # reasons of a worker that is about to go
+_NO_DRAFT, _ACCEPTED = 0, 2  # verdicts, as worker.proto says
 _CACHE_SALT_TAG = b"forebay prefix cache salt v1"
 
 
@@ -42,6 +43,7 @@ class ChoiceProgress:
     """What the client has of one choice."""
 
     token_ids: list[int] = field(default_factory=list)
+    verdicts: bytearray = field(default_factory=bytearray)  # one per token: see worker.proto
     finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
 
     @property
@@ -98,13 +100,15 @@ class MeshCall:
             completion_tokens=sum(len(choice.token_ids) for choice in self.choices),
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
+            drafted_tokens=sum(len(choice.verdicts) - choice.verdicts.count(_NO_DRAFT) for choice in self.choices),
+            accepted_tokens=sum(choice.verdicts.count(_ACCEPTED) for choice in self.choices),
         )
 
     def end_choice(self, index: int, num_tokens: int, reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_STOP) -> None:
         """The gateway ends a choice behind its first `num_tokens` tokens; later ones are neither passed on nor counted."""
         choice = self.choices[index]
         self.num_overrun_tokens += len(choice.token_ids) - num_tokens
-        del choice.token_ids[num_tokens:]
+        del choice.token_ids[num_tokens:], choice.verdicts[num_tokens:]
         choice.finish_reason = reason
         self._cut = True
 
@@ -209,6 +213,7 @@ class MeshCall:
             if delta.finish_reason == types_pb2.FINISH_REASON_CANCELLED:
                 raise _WorkerLost("the worker gave the request up", unreachable=False)
             choice.token_ids.extend(delta.token_ids)
+            choice.verdicts.extend(delta.verdicts[: len(delta.token_ids)].ljust(len(delta.token_ids), bytes([_NO_DRAFT])))
             choice.finish_reason = delta.finish_reason
             if delta.token_ids and not self.first_token_seconds:
                 self.first_token_seconds = self._mesh.clock() - self._start
@@ -224,6 +229,7 @@ class MeshCall:
             if num_known > 0:
                 del delta.token_ids[:num_known]
                 del delta.logprobs[:num_known]
+                delta.verdicts = delta.verdicts[num_known:]
                 delta.first_position += num_known
         if delta.prompt_logprobs:
             # A new worker repeats the prompt's log-probabilities from the start.
@@ -310,6 +316,7 @@ def _engine_sampling(generation: Generation) -> types_pb2.SamplingParams:
         n=sampling.n,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
+        speculation=sampling.speculation,
         grammar=None if sampling.grammar is None else _grammar(sampling.grammar),
     )
 

@@ -67,6 +67,7 @@ class Sampling:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculation: bool = True
     grammar: Grammar | None = None
 
 
@@ -207,6 +208,7 @@ _TABLE: Mapping[str, Callable[[Field, Limits], Any]] = {
     "prompt_logprobs": whole(0, MAX_LOGPROBS),
     "grammar": lambda entry, _: check_grammar(entry),
     "best_of": whole(1, MAX_CHOICES),
+    "speculation": flag,
 }
 FIELDS = frozenset(_TABLE)
 """What validate_sampling reads."""

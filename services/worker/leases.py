@@ -35,6 +35,8 @@ class Lease:
         self.num_sequences = request.n - len(request.finished_choices)
         self.num_new_tokens = 0
         self.num_cached_tokens = 0
+        self.num_judged_tokens = 0
+        self.num_accepted_tokens = 0
         self._num_preemptions: dict[int, int] = {}
         self.end_reason = "abort"
         self.arrived_at = time.monotonic()
@@ -54,6 +56,8 @@ class Lease:
             completion_tokens=self.num_output_tokens,
             cached_tokens=self.num_cached_tokens,
             preemptions=sum(self._num_preemptions.values()),
+            drafted_tokens=self.num_judged_tokens,
+            accepted_tokens=self.num_accepted_tokens,
         )
 
     def push(self, output: TokenOutput) -> None:
@@ -88,6 +92,8 @@ class Lease:
                 self._metrics.inter_token_latency.observe((now - since) / len(output.token_ids))
         self._token_at[output.choice_index] = now
         self.num_new_tokens += len(output.token_ids)
+        self.num_judged_tokens += output.num_judged
+        self.num_accepted_tokens += output.num_accepted
 
 
 class Leases:

@@ -19,12 +19,14 @@ from services.text import model_files
 from services.text.compiler import Compiler
 from services.text.gguf_metadata import ModelError
 from services.worker.engine import backend
-from services.worker.engine.config import EngineConfig, ModelConfig
+from services.worker.engine.config import EngineConfig, ModelConfig, Verification
 from services.worker.engine.engine import Engine
 from services.worker.engine.loader import read_config, suggested_level
 from services.worker.settings import WorkerSettings
 from services.worker.wire import Served
 
+CPU_DRAFTS = 8
+"""Most draft tokens on a CPU, where a row's numbers are the same in any batch. Elsewhere they may not be, and greedy tokens with them."""
 PROGRESS_SECONDS = 0.1
 
 _logger = log.get(__name__)
@@ -56,6 +58,8 @@ def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
         backend=settings.backend,
         num_threads=settings.num_threads,
         prefix_cache=settings.prefix_cache,
+        speculation=settings.speculation if settings.speculation is not None else CPU_DRAFTS * (settings.device == "cpu"),
+        verification=settings.verification,
     )
     try:
         if config.level == "auto":
@@ -101,7 +105,9 @@ def fingerprint(config: EngineConfig, model: ModelConfig) -> str:
         on_cpu = config.device == "cpu"
         device = "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if on_cpu else torch.cuda.get_device_name(config.device)
         runner = f"torch-{torch.__version__.partition('+')[0]}-{device}".replace(" ", "-")
-    return f"{config.level}/kv-{config.cache_format}/{runner}"
+    # Under the rejection rule the drafts decide, too.
+    rule = f"/{config.verification}" if config.speculation and config.verification is Verification.REJECTION else ""
+    return f"{config.level}/kv-{config.cache_format}/{runner}{rule}"
 
 
 def _level(config: EngineConfig, path: Path, model: ModelConfig) -> str:

@@ -61,6 +61,9 @@ class Metrics:
         self.copied_out = self._counter("forebay_worker_copied_out_blocks", "Cache blocks copied to the host.")
         self.copied_in = self._counter("forebay_worker_copied_in_blocks", "Cache blocks copied back from the host.")
         self.num_preemptions = self._counter("vllm:num_preemptions", "Preempted sequences.")
+        self.num_drafts = self._counter("vllm:spec_decode_num_drafts", "Verifications: a sequence's drafts in one step.")
+        self.num_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self.num_accepted_tokens = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
         self.stale_outputs = self._counter("forebay_worker_stale_outputs", "Outputs of requests that had ended already; dropped.")
         self.refused = self._counter("forebay_worker_refused_requests", "Requests refused because there was no room.")
         self.request_success = Counter(
@@ -91,6 +94,9 @@ class Metrics:
             self.copied_out,
             self.copied_in,
             self.num_preemptions,
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
             self.stale_outputs,
         )
         self._seen = (0,) * len(self._growing)
@@ -112,6 +118,9 @@ class Metrics:
             stats.num_copied_out_blocks,
             stats.num_copied_in_blocks,
             stats.num_preemptions,
+            stats.num_drafts,
+            stats.num_draft_tokens,
+            stats.num_accepted_tokens,
             num_stale_outputs,
         )
         for counter, value, seen in zip(self._growing, now, self._seen, strict=True):

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import ByteSize, Field, StringConstraints
 
 from services.common.settings import HostPort, HostPorts, ServiceSettings, listed
+from services.worker.engine.config import Verification
 
 
 class WorkerSettings(ServiceSettings):
@@ -40,6 +41,12 @@ class WorkerSettings(ServiceSettings):
         ByteSize(0),
         ge=0,
         description="host memory for blocks that the prefix cache evicts, such as 8GiB; beside a CPU's cache, more kv_memory is better",
+    )
+    speculation: int | None = Field(
+        None, ge=0, le=64, description="most draft tokens per sequence and step, 0: none; default: 8 on a CPU, none elsewhere"
+    )
+    verification: Verification = Field(
+        Verification.GUMBEL, description="gumbel: drafts change no token of a seed; rejection: they don't change the distribution"
     )
     drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, how long running requests may go on")
 

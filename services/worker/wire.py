@@ -12,6 +12,7 @@ from services.text.compiler import Compiler
 from services.worker.engine.grammar import Grammar
 from services.worker.engine.request import EngineRequest, FinishReason, SamplingParams, TokenLogprob, TokenOutput
 
+_NO_DRAFT, _REFUSED, _ACCEPTED = 0, 1, 2  # verdicts, as worker.proto says
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 300
@@ -92,6 +93,9 @@ def to_engine(
 
 def append(delta: worker_pb2.TokenDelta, output: TokenOutput) -> None:
     """Adds an output of the same choice behind what a delta holds."""
+    if output.num_judged:
+        verdicts = bytes([_ACCEPTED]) * output.num_accepted + bytes([_REFUSED]) * (output.num_judged - output.num_accepted)
+        delta.verdicts = delta.verdicts.ljust(len(delta.token_ids), bytes([_NO_DRAFT])) + verdicts
     delta.token_ids.extend(output.token_ids)
     for positions, target in ((output.logprobs, delta.logprobs), (output.prompt_logprobs, delta.prompt_logprobs)):
         for position in positions:
@@ -146,6 +150,7 @@ def _sampling(sampling: types_pb2.SamplingParams, num_prompt_tokens: int, served
         seed=sampling.seed,
         logprobs=_logprobs(sampling, "logprobs"),
         prompt_logprobs=_logprobs(sampling, "prompt_logprobs"),
+        speculation=sampling.speculation if sampling.HasField("speculation") else True,
     )
 
 

@@ -128,6 +128,8 @@ def total(usages: Sequence[types_pb2.Usage]) -> types_pb2.Usage:
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
         preemptions=sum(usage.preemptions for usage in usages),
+        drafted_tokens=sum(usage.drafted_tokens for usage in usages),
+        accepted_tokens=sum(usage.accepted_tokens for usage in usages),
     )
 
 
@@ -138,6 +140,10 @@ def usage_object(usage: types_pb2.Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": usage.accepted_tokens,
+            "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
+        },
     }
 
 

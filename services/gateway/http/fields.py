@@ -16,7 +16,7 @@ SAMPLING = frozenset(
     (
         *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-        *("stop", "stop_token_ids", "ignore_eos"),
+        *("stop", "stop_token_ids", "ignore_eos", "speculation"),
     )
 )
 """Fields that go to the validator under their own names, on both endpoints."""

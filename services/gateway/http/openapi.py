@@ -54,6 +54,7 @@ _SAMPLING: dict[str, Schema] = {
     "ignore_eos": _FLAG,
     "seed": {"type": ["integer", "null"]},
     "n": _whole(1, MAX_CHOICES),
+    "speculation": {**_FLAG, "description": "Whether drafts may be verified. It changes no token, only when it comes. Default true."},
 }
 _COMMON: dict[str, Schema] = {
     "model": {"type": ["string", "null"], "description": "A name or alias from /v1/models. May be left out where there is one model."},

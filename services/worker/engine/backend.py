@@ -17,6 +17,7 @@ from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.models.decoder import Decoder
 from services.worker.engine.models.native import NativeDecoder, unsupported
 from services.worker.engine.quantization import Weights
+from services.worker.engine.verification import RULES
 
 BACKENDS = ("auto", "native", "torch")
 
@@ -35,18 +36,20 @@ class Loaded:
 
 
 def load(path: Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Loaded:
-    """Reads the model at the config's level. ModelFileError for a bad file, BackendError."""
+    """Reads the model at the config's level. ModelFileError for a bad file, BackendError, OSError where threads can't be had."""
+    rule = RULES[config.verification]
 
     def make(model: ModelConfig, weights: Weights, version: str) -> Loaded:
         compiled = kernels(config, model)
         if compiled is None:
             decoder = Decoder(model, weights, version)
             kv = KVCache(model, config.num_blocks, config.block_size, config.cache_format, decoder.device)
-            return Loaded(ModelRunner(decoder, kv, config.host_blocks), model, version)
+            return Loaded(ModelRunner(decoder, kv, rule, config.host_blocks), model, version)
         num_threads = config.num_threads or torch.get_num_threads()
         native = NativeDecoder(model, weights, version, config.level, compiled, num_threads)
         cache = NativeCache(model, config.num_blocks, config.block_size, config.cache_format)
-        return Loaded(ModelRunner(native, cache, config.host_blocks), model, version)
+        native.bind(cache)
+        return Loaded(ModelRunner(native, cache, rule, config.host_blocks), model, version)
 
     return build(path, make, level=config.level, device=config.device, progress=progress)
 

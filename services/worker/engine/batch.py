@@ -1,18 +1,32 @@
 """What one step computes and what came of it: ints only, no tensors."""
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from services.worker.engine.request import PositionLogprobs, SequenceError
 from services.worker.engine.sequence import Sequence
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Guessed next tokens. `probabilities` [num_tokens, vocab] fp32 is what they were drawn from, for the rejection rule; None: certain."""
+
+    token_ids: tuple[int, ...] = ()
+    probabilities: "Tensor | None" = None
+
+
+NO_DRAFT = Draft()
+
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens start .. start + length - 1 of one sequence. The runner reads the sequence and never changes it.
+    """Tokens start .. start + length - 1 of one sequence with its draft behind it. The runner reads the sequence and never changes it.
 
-    `scored` are the positions whose logits score the prompt token that follows them; `samples` says that the last row's logits
-    yield the next token.
+    `scored` are the positions whose logits score the prompt token that follows them; `samples` says that the logits of the sequence's
+    last token, and of each drafted token, yield the token that comes next there.
     """
 
     sequence: Sequence
@@ -20,15 +34,28 @@ class Span:
     length: int
     samples: bool
     scored: range = range(0)
+    draft: Draft = NO_DRAFT
 
     @property
     def end(self) -> int:
         return self.start + self.length
 
     @property
+    def token_ids(self) -> list[int]:
+        """What to compute."""
+        num_tokens = self.sequence.num_tokens
+        drafted = self.draft.token_ids[max(0, self.start - num_tokens) : max(0, self.end - num_tokens)]
+        return [*self.sequence.tokens[self.start : self.end], *drafted]
+
+    @property
+    def sampled(self) -> range:
+        """Positions whose logits yield a token: the sequence's last, and those of its draft."""
+        return range(max(self.start, self.sequence.num_tokens - 1), self.end) if self.samples else range(0)
+
+    @property
     def logit_positions(self) -> list[int]:
-        """Positions that need logits, in order: those scored, then the one that samples."""
-        return [*self.scored, self.end - 1] if self.samples else [*self.scored]
+        """Positions that need logits, in order: those scored, then those sampled."""
+        return [*self.scored, *self.sampled]
 
 
 @dataclass
@@ -89,11 +116,12 @@ class Batch:
 
 @dataclass
 class SpanResult:
-    """What a span yielded: 0 or 1 token (more under speculation), log-probabilities as asked for, or the reason why it can't go on."""
+    """What a span yielded: no token, or the accepted draft and one more; log-probabilities as asked for; or why it can't go on."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    probabilities: "Tensor | None" = None  # [1, vocab] fp32, from a runner that drafts for the rejection rule: what it drew from
     error: SequenceError | None = None
 
 

@@ -28,6 +28,7 @@ from services.worker.engine.request import (
     TokenOutput,
 )
 from services.worker.engine.sequence import RequestState, Sequence, SequenceState
+from services.worker.engine.speculation.speculator import Speculator
 
 MAX_PREEMPTIONS = 5  # after as many a sequence waits for all the blocks it can ever need, and is never a victim again
 MAX_SCORED_ROWS = 256  # prompt positions scored in one step: bounds the logits in memory
@@ -51,9 +52,17 @@ class BatcherCounters:
 
 
 class Batcher:
-    """Owns the sequences and their blocks. `max_model_len` bounds prompt plus output of a choice."""
+    """Owns the sequences and their blocks. `max_model_len` bounds prompt plus output of a choice. `speculator` None: no drafts."""
 
-    def __init__(self, config: EngineConfig, max_model_len: int, eos_token_ids: Seq[int], model_version: str, kv_format: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        eos_token_ids: Seq[int],
+        model_version: str,
+        kv_format: str,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.config = config
         self.max_model_len = max_model_len
         self.counters = BatcherCounters()
@@ -66,6 +75,7 @@ class Batcher:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._model_version = model_version
         self._kv_format = kv_format
+        self._speculator = speculator
         self._arrivals = itertools.count()
         self._news: list[TokenOutput] = []  # ends that no step brings about, sent with the next one
 
@@ -163,7 +173,8 @@ class Batcher:
         one_behind_first = sorted(self.running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1)  # stable: in order otherwise
         spans = [budget.spend(sequence) for sequence in one_behind_first]
         spans += self._admit(budget, now)
-        batch = Batch(tuple(span for span in spans if span is not None), tuple(self.host.copies_out), tuple(self.host.copies_in))
+        drafted = self._with_drafts([span for span in spans if span is not None], budget)
+        batch = Batch(tuple(drafted), tuple(self.host.copies_out), tuple(self.host.copies_in))
         assert batch.spans or not self.requests, "there is work, but nothing of it can run"
         return batch
 
@@ -174,7 +185,7 @@ class Batcher:
                 sequence.block_table += self.pool.allocate(missing)
                 return
             # Lower classes first, the youngest of a class first; never a higher class, nor one that is fully reserved.
-            victim = max((s for s in self.running if s.num_preemptions < MAX_PREEMPTIONS), key=_BY_ORDER)
+            victim = max((s for s in self.running if not self._is_reserved(s)), key=_BY_ORDER)
             self._preempt(victim)
             if victim is sequence:
                 return
@@ -216,10 +227,9 @@ class Batcher:
         """Blocks for all present tokens, found ones first; False, and nothing taken, if there are too few."""
         keys = self._shareable_keys(sequence)
         hits = self.pool.lookup(keys)
-        reserved = sequence.num_preemptions >= MAX_PREEMPTIONS
-        total = self._num_blocks(sequence.max_computed_tokens if reserved else sequence.num_tokens)
+        total = self._num_present_blocks(sequence)
         # A block for each that runs: otherwise the newcomer would be preempted as soon as they grow.
-        headroom = 0 if reserved else sum(s.num_preemptions < MAX_PREEMPTIONS for s in self.running)
+        headroom = 0 if self._is_reserved(sequence) else sum(not self._is_reserved(s) for s in self.running)
         if total - len(hits) + self.pool.num_unreferenced(hits) + headroom > self.pool.num_available:
             return False
         self.pool.touch(hits)
@@ -254,6 +264,34 @@ class Batcher:
             self.counters.host_query_tokens += prompt_tokens - on_device
             self.counters.host_hit_tokens += sequence.group.num_cached_tokens - on_device
 
+    def _with_drafts(self, spans: list[Span], budget: Budget) -> list[Span]:
+        """The spans with drafts, made of what is left over: tokens of the step, slots, blocks. Nobody waits or gives way for a draft."""
+        if self._speculator is None:
+            return spans
+        counts = self._speculator.plan(spans, [self._draft_room(span) for span in spans], min(budget.tokens, budget.scored_rows))
+        granted = [self._reserve_slots(span.sequence, count) for span, count in zip(spans, counts, strict=True)]
+        return self._speculator.draft(spans, granted)
+
+    def _draft_room(self, span: Span) -> int:
+        """Most drafts that could be kept with the token that follows them, and have slots."""
+        sequence = span.sequence
+        if not span.samples or span.length > 1 or not sequence.sampling.speculation:
+            return 0
+        slots = (len(sequence.block_table) + self._num_spare_blocks) * self.config.block_size - sequence.num_tokens
+        return min(slots, sequence.max_computed_tokens - sequence.num_tokens)
+
+    def _reserve_slots(self, sequence: Sequence, num_drafts: int) -> int:
+        """Takes spare blocks until the next commit; how many drafts have slots then."""
+        missing = self._num_blocks(sequence.num_tokens + num_drafts) - len(sequence.block_table)
+        if missing > 0:
+            sequence.block_table += self.pool.allocate(min(missing, self._num_spare_blocks))
+        return min(num_drafts, len(sequence.block_table) * self.config.block_size - sequence.num_tokens)
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        """Blocks that nobody waits for and nobody may need in the next step."""
+        return 0 if self.waiting else max(0, self.pool.num_available - len(self.running))
+
     # --- after a step
 
     def commit(self, batch: Batch, results: Seq[SpanResult]) -> list[TokenOutput]:
@@ -283,11 +321,16 @@ class Batcher:
             if sequence.num_scored_tokens == 0:  # nothing comes before the first token
                 output.prompt_logprobs.insert(0, PositionLogprobs(TokenLogprob(sequence.tokens[0], 0.0), has_logprob=False))
             sequence.num_scored_tokens = max(sequence.num_scored_tokens, min(span.end + 1, sequence.num_prompt_tokens))
-        sequence.num_computed_tokens = span.end
-        self.counters.computed_tokens += span.length
         self._append(sequence, result, output)
+        # A draft that wasn't accepted is computed for nothing: the next step overwrites it.
+        sequence.num_computed_tokens = sequence.num_tokens - 1 if span.samples else span.end
+        self.counters.computed_tokens += span.length
         self.counters.generated_tokens += len(output.token_ids)
         self._register_blocks(sequence, span.start)
+        if self._speculator is not None:
+            output.num_accepted = self._speculator.judge(span, output.token_ids)
+            output.num_judged = min(output.num_accepted + 1, len(span.draft.token_ids), len(output.token_ids))
+            self._return_spare_blocks(sequence)
         if sequence.finish_reason and not sequence.needs_scoring:
             self._finish(sequence)
             output.finish_reason = sequence.finish_reason
@@ -319,6 +362,12 @@ class Batcher:
         for index in range(start // size, sequence.num_computed_tokens // size):
             self.pool.register(sequence.block_table[index], sequence.block_keys[index])
 
+    def _return_spare_blocks(self, sequence: Sequence) -> None:
+        """Gives back what was taken for drafts: to everybody else it is as if there had been none."""
+        needed = self._num_present_blocks(sequence)
+        self.pool.free(sequence.block_table[needed:])
+        del sequence.block_table[needed:]
+
     def _finish(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
@@ -326,6 +375,8 @@ class Batcher:
             self.waiting.remove(sequence)
         self._release(sequence)
         sequence.state = SequenceState.FINISHED
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.free(sequence.block_table)
@@ -347,6 +398,13 @@ class Batcher:
             num_preemptions=sequence.num_preemptions,
             start_time=sequence.group.start_time,
         )
+
+    def _is_reserved(self, sequence: Sequence) -> bool:
+        return sequence.num_preemptions >= MAX_PREEMPTIONS
+
+    def _num_present_blocks(self, sequence: Sequence) -> int:
+        """Blocks for its tokens, or for all that it can ever have if it was preempted too often."""
+        return self._num_blocks(sequence.max_computed_tokens if self._is_reserved(sequence) else sequence.num_tokens)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)

@@ -6,6 +6,7 @@ Every architecture or feature that the decoder can't compute is refused here by 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 
 class ModelFileError(ValueError):
@@ -104,6 +105,13 @@ class ModelConfig:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * element_size
 
 
+class Verification(StrEnum):
+    """What a draft must be to be accepted. Greedy tokens are the same by either rule."""
+
+    GUMBEL = "gumbel"  # the very token that would come without it: a seed's tokens depend on no draft
+    REJECTION = "rejection"  # likely enough: tokens are distributed as without it (Leviathan et al. 2023, Chen et al. 2023)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How much an engine may hold and do in one step."""
@@ -120,6 +128,8 @@ class EngineConfig:
     num_threads: int | None = None  # None: torch's default
     prefix_cache: bool = True
     host_blocks: int = 0  # what the prefix cache evicts goes on in as many blocks of host memory
+    speculation: int = 0  # most draft tokens per sequence and step; 0: off
+    verification: Verification = Verification.GUMBEL
 
     @property
     def cache_format(self) -> str:

@@ -24,6 +24,8 @@ from services.worker.engine.request import (
     TokenOutput,
     check,
 )
+from services.worker.engine.speculation.speculator import SpeculationCounters, Speculator
+from services.worker.engine.speculation.suffix_drafter import SuffixDrafter
 
 __all__ = [
     "Engine",
@@ -61,12 +63,16 @@ class EngineStats:
     num_computed_tokens: int  # prompt and output, recomputation included
     num_generated_tokens: int
     num_preemptions: int
+    num_drafts: int  # spans with a draft
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 class Engine:
     """A model, its cache and the requests on it.
 
-    `max_model_len` bounds prompt plus output of a choice; None: what the cache holds.
+    `max_model_len` bounds prompt plus output of a choice; None: what the cache holds. `speculator` decides on drafts; None: as the
+    configuration says, with lookups in the sequence's own past. `clock`, in seconds, times the steps for it.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         max_model_len: int | None = None,
         model_version: str = "",
+        speculator: Speculator | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
@@ -85,9 +92,10 @@ class Engine:
         self.max_model_len = max_model_len or config.max_model_len or config.num_blocks * config.block_size
         self.model_version = model_version
         self.runner = runner
+        self.speculator = speculator or (Speculator(SuffixDrafter(), config.speculation) if config.speculation else None)
         self._clock = clock
         ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]  # some configs name tokens that the weights lack
-        self.batcher = Batcher(config, self.max_model_len, ends, model_version, kv_format=config.cache_format)
+        self.batcher = Batcher(config, self.max_model_len, ends, model_version, config.cache_format, self.speculator)
 
     @classmethod
     def from_path(cls, path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> "Engine":
@@ -130,7 +138,10 @@ class Engine:
         batch = self.batcher.schedule(now)
         if batch.num_copies:
             self._copy(batch)
+        started = self._clock()
         batch, results = self._execute(batch)
+        if self.speculator is not None and batch.spans:
+            self.speculator.observe(batch.spans, self._clock() - started)
         return self.batcher.commit(batch, results)
 
     def _copy(self, batch: Batch) -> None:
@@ -161,6 +172,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Numbers for heartbeats and metrics."""
         pool, host, counters = self.batcher.pool, self.batcher.host, self.batcher.counters
+        speculation = self.speculator.counters if self.speculator is not None else SpeculationCounters()
         return EngineStats(
             num_running=len(self.batcher.running),
             num_waiting=len(self.batcher.waiting),
@@ -179,6 +191,9 @@ class Engine:
             num_computed_tokens=counters.computed_tokens,
             num_generated_tokens=counters.generated_tokens,
             num_preemptions=counters.preemptions,
+            num_drafts=speculation.drafts,
+            num_draft_tokens=speculation.draft_tokens,
+            num_accepted_tokens=speculation.accepted_tokens,
         )
 
     def check_integrity(self) -> None:

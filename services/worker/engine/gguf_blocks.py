@@ -20,14 +20,15 @@ def from_gguf(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> Quantiz
         return None
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = raw.reshape(len(raw), -1, block_bytes)
-    values, scales, offsets = unpack(blocks)
     num_inputs = blocks.shape[1] * block_size
-    return Quantized(
-        num_inputs,
-        torch.from_numpy(np.ascontiguousarray(values, np.int8).reshape(len(raw), num_inputs)),
-        torch.from_numpy(scales.astype(np.float16).reshape(len(raw), -1)),
-        None if offsets is None else torch.from_numpy(offsets.astype(np.float16).reshape(len(raw), -1)),
-    )
+    with np.errstate(all="ignore"):  # hostile scales overflow to infinity; that is for the logits' check to say
+        values, scales, offsets = unpack(blocks)
+        return Quantized(
+            num_inputs,
+            torch.from_numpy(np.ascontiguousarray(values, np.int8).reshape(len(raw), num_inputs)),
+            torch.from_numpy(scales.astype(np.float16).reshape(len(raw), -1)),
+            None if offsets is None else torch.from_numpy(offsets.astype(np.float16).reshape(len(raw), -1)),
+        )
 
 
 _Bytes = npt.NDArray[np.uint8]
@@ -46,8 +47,7 @@ def _nibbles(packed: _Bytes) -> _Bytes:
 
 def _q4_0(blocks: _Bytes) -> _Parts:
     scales = _halves(blocks, 0)
-    with np.errstate(all="ignore"):  # hostile scales overflow to infinity; that is for the logits' check to say
-        return _nibbles(blocks[..., 2:]), scales, scales * np.float16(-8)
+    return _nibbles(blocks[..., 2:]), scales, scales * np.float16(-8)
 
 
 def _q4_1(blocks: _Bytes) -> _Parts:
@@ -65,9 +65,8 @@ def _q4_k(blocks: _Bytes) -> _Parts:
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], -1)
     offsets = np.concatenate([middle & 63, (high >> 4) | (middle >> 6) << 4], -1)
     pairs = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32)
-    with np.errstate(all="ignore"):
-        return (
-            np.stack([pairs & 15, pairs >> 4], -2),
-            _halves(blocks, 0).astype(np.float32) * scales,
-            -_halves(blocks, 2).astype(np.float32) * offsets,
-        )
+    return (
+        np.stack([pairs & 15, pairs >> 4], -2),
+        _halves(blocks, 0).astype(np.float32) * scales,
+        -_halves(blocks, 2).astype(np.float32) * offsets,
+    )

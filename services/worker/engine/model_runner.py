@@ -1,5 +1,6 @@
 """Runs batches on a model: ints to tensors, forward, sampler, tokens back. Owns the KV tensors; knows no queue and no block's owner."""
 
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -9,7 +10,8 @@ from services.worker.engine.batch import Batch, Span, SpanResult
 from services.worker.engine.host_cache import HostCache
 from services.worker.engine.models.step import Step
 from services.worker.engine.request import PositionLogprobs, SequenceError
-from services.worker.engine.sampler import Sample, SampleRow, sample, score
+from services.worker.engine.sampler import sample, score
+from services.worker.engine.verification import GumbelRule, Rule, sample_rows, take_run
 
 _SCORED_AT_ONCE = 64  # rows of log-softmax beside the logits
 
@@ -38,10 +40,12 @@ class Model(Protocol[_Cache]):
 class ModelRunner(Generic[Cache]):
     """A decoder, the cache that it reads and writes, and room in host memory for `host_blocks` of its blocks."""
 
-    def __init__(self, model: Model[Cache], kv: Cache, host_blocks: int = 0) -> None:
+    def __init__(self, model: Model[Cache], kv: Cache, rule: type[Rule] = GumbelRule, host_blocks: int = 0) -> None:
+        """`rule` chooses tokens: see verification."""
         self.model = model
         self.kv = kv
         self.host = HostCache(kv.tensors, host_blocks)
+        self._rule = rule
 
     @torch.inference_mode()
     def copy(self, batch: Batch) -> None:
@@ -53,19 +57,21 @@ class ModelRunner(Generic[Cache]):
         """See Runner. A span whose logits can't be used carries its error in its result."""
         logits = self._forward(batch)
         results = [SpanResult() for _ in batch.spans]
-        row, sampling_rows = 0, []
+        row = 0
+        sampled: list[int] = []  # rows of the logits
         for span, result in zip(batch.spans, results, strict=True):
             if span.scored:
                 _score(span, logits[row : row + len(span.scored)], result)
             row += len(span.scored)
-            if span.samples:
-                sampling_rows.append(row)
-                row += 1
+            sampled += range(row, row + len(span.sampled))
+            row += len(span.sampled)
         sampling = [(span, result) for span, result in zip(batch.spans, results, strict=True) if span.samples]
-        chosen = logits if len(sampling_rows) == len(logits) else logits[sampling_rows]
-        samples = sample(chosen, [_sample_row(span) for span, _ in sampling])
-        for (span, result), outcome in zip(sampling, samples, strict=True):
-            _take(span, outcome, result)
+        rows = [sample_row for span, _ in sampling for sample_row in sample_rows(span)]
+        rule = self._rule([span for span, _ in sampling])
+        samples = iter(sample(logits if len(sampled) == len(logits) else logits[sampled], rows, rule.choose))
+        for span, result in sampling:
+            take_run(span, list(islice(samples, len(span.sampled))), result)
+        rule.annotate([result for _, result in sampling])
         return results
 
     def _forward(self, batch: Batch) -> Tensor:
@@ -74,7 +80,7 @@ class ModelRunner(Generic[Cache]):
         logit_rows: list[int] = []
         for span in batch.spans:
             logit_rows += [len(tokens) + position - span.start for position in span.logit_positions]
-            tokens += span.sequence.tokens[span.start : span.end]
+            tokens += span.token_ids
         step = Step(
             tokens=tokens,
             query_lengths=[span.length for span in batch.spans],
@@ -83,12 +89,6 @@ class ModelRunner(Generic[Cache]):
             logit_rows=logit_rows,
         )
         return self.model.forward(step, self.kv)
-
-
-def _sample_row(span: Span) -> SampleRow:
-    sequence = span.sequence
-    allowed = None if sequence.grammar is None else sequence.grammar.masks()[0]
-    return SampleRow(sequence.sampling, sequence.choice_index, sequence.tokens, sequence.num_prompt_tokens, sequence.banned_ids, allowed)
 
 
 def _score(span: Span, logits: Tensor, result: SpanResult) -> None:
@@ -100,17 +100,6 @@ def _score(span: Span, logits: Tensor, result: SpanResult) -> None:
         result.prompt_logprobs += score(logits[start:end], targets[start:end], count)
     if any(_is_nan(position) for position in result.prompt_logprobs):
         result.error = SequenceError(sequence.request_id, sequence.choice_index, "the model's logits for the prompt are not numbers")
-
-
-def _take(span: Span, outcome: Sample, result: SpanResult) -> None:
-    if outcome.error is not None:
-        sequence = span.sequence
-        why = (outcome.unsatisfiable and sequence.grammar and sequence.grammar.error) or outcome.error
-        result.error = SequenceError(sequence.request_id, sequence.choice_index, why, unsatisfiable=outcome.unsatisfiable)
-        return
-    result.token_ids.append(outcome.token_id)
-    if outcome.logprobs is not None:
-        result.logprobs.append(outcome.logprobs)
 
 
 def _is_nan(position: PositionLogprobs) -> bool:

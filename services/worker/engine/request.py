@@ -63,6 +63,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculation: bool = True  # False: no drafts for this request
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens of the request found in the prefix cache
     num_preemptions: int = 0  # of this choice so far
+    num_judged: int = 0  # of token_ids, from the first: tokens for whose place there was a draft
+    num_accepted: int = 0  # of those, from the first: tokens that were the draft
     start_time: float | None = None  # when the request was admitted, by step's clock; None while it never ran
     error: str | None = None  # set with FinishReason.ERROR
     unsatisfiable: bool = False  # the error is the request's own fault: see SequenceError

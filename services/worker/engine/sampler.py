@@ -7,7 +7,7 @@ Temperature 0 takes the argmax before the filters. Log-probabilities are those o
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,15 +52,22 @@ class Sample:
     unsatisfiable: bool = False  # the row's own bans leave nothing
 
 
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
-    """One token per row of `logits` [num_rows, vocab] fp32, which is overwritten. A row without a usable logit yields an error."""
+Choose = Callable[[Tensor, Tensor, Sequence[SampleRow]], list[int]]
+"""(processed logits [num_rows, vocab], the greatest of each row, rows) -> token ids, which mean nothing where the greatest isn't finite."""
+
+
+def sample(logits: Tensor, rows: Sequence[SampleRow], choose: Choose | None = None) -> list[Sample]:
+    """One token per row of `logits` [num_rows, vocab] fp32, which is overwritten. A row without a usable logit yields an error.
+
+    `choose` None: `loudest`.
+    """
     if not rows:
         return []
     wanting = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
     raw = torch.log_softmax(logits[wanting], dim=-1) if wanting else None
     _process(logits, rows)
     peaks = logits.amax(dim=-1)
-    tokens = _choose(logits, peaks, rows)
+    tokens = (choose or loudest)(logits, peaks, rows)
     logprobs: dict[int, PositionLogprobs] = {}
     if raw is not None:
         counts = [rows[index].sampling.logprobs or 0 for index in wanting]
@@ -96,10 +103,10 @@ def gumbel(token_ids: Tensor, keys: Tensor, dtype: torch.dtype = torch.float64) 
     return v.neg_().log1p_().neg_().log_().neg_()
 
 
-def noise_keys(seed: int, choice_index: int, position: int) -> tuple[int, int]:
-    """The two 32-bit keys (as signed ints) of one sampled token's noise: three chained rounds of splitmix64."""
+def noise_keys(seed: int, choice_index: int, position: int, *streams: int) -> tuple[int, int]:
+    """The two 32-bit keys (as signed ints) of one sampled token's noise: chained rounds of splitmix64. `streams` make further noise."""
     key = 0
-    for word in (seed, choice_index, position):
+    for word in (seed, choice_index, position, *streams):
         key = _splitmix64(key ^ (word & _UINT64))
     return _signed(key & _UINT32), _signed(key >> 32)
 
@@ -168,22 +175,16 @@ def _repel(flat: Tensor, vocab: int, rows: Sequence[SampleRow]) -> None:
 # --- choosing
 
 
-def _choose(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Token ids by row; meaningless where the peak isn't finite."""
+def loudest(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """The Gumbel rule: see Choose."""
     tokens = logits.argmax(dim=-1).tolist()
     random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
     if not random:
         return tokens
     params = [rows[index].sampling for index in random]
-    temperatures = _column([max(p.temperature, _MIN_TEMPERATURE) for p in params], logits)
-    scores = logits if len(random) == len(rows) else logits[random]
-    scores = (scores - peaks[random].unsqueeze(1)).div_(temperatures)  # peak at 0: no temperature can overflow it
-    keys = torch.tensor(
-        [noise_keys(rows[index].sampling.seed or 0, rows[index].choice_index, rows[index].position) for index in random],
-        dtype=torch.int32,
-        device=logits.device,
-    ).t()
-    filtered = [i for i, p in enumerate(params) if _top_k(p, scores.shape[-1]) or p.top_p < 1 or p.min_p > 0]
+    scores = _scores(logits if len(random) == len(rows) else logits[random], peaks[random], params)
+    keys = noise_key_columns([rows[index] for index in random], logits.device)
+    filtered = [i for i, p in enumerate(params) if _is_filtered(p, scores.shape[-1])]
     plain = sorted(set(range(len(params))) - set(filtered))
     for start in range(0, len(plain), step := max(1, _NOISE_ELEMENTS // scores.shape[-1])):
         piece = plain[start : start + step]
@@ -195,6 +196,33 @@ def _choose(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[in
         for i, token in zip(filtered, _loudest(scores[filtered], survivors, keys[:, filtered]), strict=True):
             tokens[random[i]] = token
     return tokens
+
+
+def distribution(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """[num_rows, vocab] fp32: what `loudest` draws from, for processed logits at temperatures above 0."""
+    params = [row.sampling for row in rows]
+    scores = _scores(logits, peaks, params)
+    filtered = [i for i, p in enumerate(params) if _is_filtered(p, scores.shape[-1])]
+    if filtered:
+        cut = scores[filtered] < _thresholds(scores[filtered], [params[i] for i in filtered])
+        scores[filtered] = scores[filtered].masked_fill(cut, float("-inf"))
+    return torch.softmax(scores, dim=-1)
+
+
+def noise_key_columns(rows: Sequence[SampleRow], device: torch.device, *streams: int) -> Tensor:
+    """The rows' noise keys, int32 [2, num_rows]."""
+    keys = [noise_keys(row.sampling.seed or 0, row.choice_index, row.position, *streams) for row in rows]
+    return torch.tensor(keys, dtype=torch.int32, device=device).view(-1, 2).t()
+
+
+def _scores(logits: Tensor, peaks: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Logits over temperature, with the peak at 0: so no temperature can overflow it."""
+    temperatures = _column([max(p.temperature, _MIN_TEMPERATURE) for p in params], logits)
+    return (logits - peaks.unsqueeze(1)).div_(temperatures)
+
+
+def _is_filtered(params: SamplingParams, vocab: int) -> bool:
+    return bool(_top_k(params, vocab)) or params.top_p < 1 or params.min_p > 0
 
 
 def _contenders(scores: Tensor, keys: Tensor) -> Tensor:

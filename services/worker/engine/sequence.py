@@ -69,10 +69,9 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
-    @property
-    def banned_ids(self) -> frozenset[int]:
-        """Token ids that must not come next: what would end the choice before min_tokens."""
-        return self.stop_ids if self.num_output_tokens < self.sampling.min_tokens else frozenset()
+    def banned_ids(self, num_drafts: int = 0) -> frozenset[int]:
+        """Token ids that must not come next, behind so many drafts: what would end the choice before min_tokens."""
+        return self.stop_ids if self.num_output_tokens + num_drafts < self.sampling.min_tokens else frozenset()
 
     @property
     def needs_scoring(self) -> bool:

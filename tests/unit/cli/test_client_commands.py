@@ -76,7 +76,14 @@ def test_an_error_starts_on_a_line_of_its_own(gateway: Gateway) -> None:
 def test_run_json(gateway: Gateway) -> None:
     answer = json.loads(_run("run", "--json", "-", text="Capital of France?"))
     assert answer["text"] == "Paris"
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 1, "preemptions": 0}
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "cached_tokens": 1,
+        "preemptions": 0,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
+    }
     assert (answer["request_id"], answer["finish_reason"], answer["seed"]) == ("r-1", "stop", 9)
 
 

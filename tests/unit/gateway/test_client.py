@@ -6,6 +6,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 
 from forebay.v1 import types_pb2, worker_pb2
@@ -434,3 +435,25 @@ async def test_two_looks_at_once_forget_each_worker_once() -> None:
         scheduler.workers = []
         await asyncio.gather(mesh.fleet(), mesh.fleet())
         assert mesh.worker_addresses == []
+
+
+async def test_drafts_are_counted_by_token_over_lost_workers_and_cuts() -> None:
+    """Each delivered token counts once: not what a second worker repeats, nor what the gateway has cut."""
+
+    async def loses(call: WorkerCall) -> None:
+        await call.accept()
+        await call.tokens([1, 2, 3], verdicts=bytes([0, 2, 1]))
+        await call.fail(grpc.StatusCode.UNAVAILABLE)
+
+    async def repeats(call: WorkerCall) -> None:
+        await call.accept()
+        await call.tokens([3, 4, 5], first_position=2, verdicts=bytes([2, 2]))
+        await call.tokens([6, 7], first_position=5, reason=LENGTH, verdicts=bytes([2, 2, 2, 2]))
+        await call.complete()
+
+    async with fleet(loses, repeats) as (mesh, _, _):
+        call, events = await run(mesh)
+    assert ids_of(events) == [1, 2, 3, 4, 5, 6, 7]
+    assert (call.usage().accepted_tokens, call.usage().drafted_tokens) == (4, 5)
+    call.end_choice(0, 4)
+    assert (call.usage().accepted_tokens, call.usage().drafted_tokens, call.usage().completion_tokens) == (2, 3, 4)

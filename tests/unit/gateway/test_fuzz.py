@@ -37,6 +37,7 @@ FIELDS = [
     "stop",
     "stop_token_ids",
     "ignore_eos",
+    "speculation",
     "seed",
     "n",
     "best_of",

@@ -42,6 +42,7 @@ async def test_a_whole_answer() -> None:
     assert usage["completion_tokens"] == 6  # the end token was delivered, too
     assert usage["total_tokens"] == usage["prompt_tokens"] + 6
     assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     assert body["id"] == f"chatcmpl-{answer.headers['x-forebay-request-id']}"
     assert answer.headers["x-forebay-class"] == "standard"
 
@@ -334,3 +335,25 @@ async def test_a_request_that_leaves_no_token_is_the_client_s_mistake() -> None:
     async with stack(refuses) as mesh:
         answer = await mesh.http.post("/v1/chat/completions", json=CHAT)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "every token is banned")
+
+
+@pytest.mark.parametrize("stop", [None, "c"])
+async def test_b42i_counts_of_drafts_never_exceed_the_tokens(stop: str | None) -> None:
+    """Also where a stop string ends the answer inside a run of drafts."""
+
+    async def drafts(call: WorkerCall) -> None:
+        await call.accept()
+        await call.tokens(letters("abcdef"), verdicts=bytes([0, 2, 2, 2, 2, 1]))
+        await call.tokens([EOS], reason=STOP, verdicts=bytes([1]))
+        await call.complete()
+
+    async with stack(drafts) as mesh:
+        body = (await mesh.http.post("/v1/chat/completions", json=CHAT | {"stop": stop, "speculation": True})).json()
+        refused = await mesh.http.post("/v1/chat/completions", json=CHAT | {"speculation": 4})
+        assert mesh.workers[0].calls[0].request.sampling.speculation
+    usage = body["usage"]
+    details = usage["completion_tokens_details"]
+    expected = (7, 4, 2) if stop is None else (3, 2, 0)
+    assert (usage["completion_tokens"], details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == expected
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "speculation"

@@ -58,6 +58,7 @@ REFUSED: dict[str, list[Any]] = {
     "best_of": [*NOT_AN_INTEGER, *OUT_OF_INT32, 0, -1, 17, 2],
     "logprobs": [*NOT_AN_INTEGER, *OUT_OF_INT32, -1, 21, 100],
     "prompt_logprobs": [*NOT_AN_INTEGER, *OUT_OF_INT32, -1, 21, 100],
+    "speculation": ["false", "", 0, 1, 8, [], {}, NAN],
     "grammar": [
         "a", 5, True, [], {}, {"json": {}}, {"regex": "a", "lark": "b"}, {"regex": None}, {5: 5}, b"x",
         {"regex": ""}, {"regex": 5}, {"regex": "a" * 65_537}, {"regex": "é" * 40_000}, {"regex": "\ud800"}, {"regex": "a\\"},
@@ -112,6 +113,7 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("grammar", {"choice": ["a"]}, Grammar("choice", '["a"]')),
     ("grammar", {"lark": 'start: "[max_tokens=5]"'}, Grammar("lark", 'start: "[max_tokens=5]"')),
     ("prompt_logprobs", 0, 0), ("prompt_logprobs", 20, 20), ("prompt_logprobs", None, None),
+    ("speculation", False, False), ("speculation", True, True), ("speculation", None, True),
 ]  # fmt: skip
 
 REFUSED_CASES = [(name, value) for name, values in REFUSED.items() for value in values]

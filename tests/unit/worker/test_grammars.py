@@ -1,6 +1,8 @@
 """Grammars on the worker: states that follow drafts, outputs of the whole engine that fit, refusals that are the request's own."""
 
 import json
+from array import array
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import grpc
@@ -12,9 +14,12 @@ from services.text.compiler import Compiler
 from services.text.grammar import Grammar
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine, EngineRequest, FinishReason, SamplingParams
+from services.worker.engine.sequence import Sequence
+from services.worker.engine.speculation.speculator import Speculator
 from services.worker.grammars import CompiledGrammar, compiled
 from tests import worker_harness
-from tests.fake_runner import FakeRunner
+from tests.drafters import Guesser, always
+from tests.fake_runner import FakeRunner, next_token
 from tests.unit.gateway.build import EOS, VOCAB_SIZE, make_tokenizer
 
 COMPILER = Compiler(make_tokenizer(), VOCAB_SIZE, [EOS])
@@ -43,9 +48,9 @@ def letters(text: str) -> set[int]:
     return set(text.encode())
 
 
-def engine(config: EngineConfig = CONFIG) -> Engine:
+def engine(config: EngineConfig = CONFIG, speculator: Speculator | None = None) -> Engine:
     runner = FakeRunner(config.num_blocks, config.block_size, vocab_size=VOCAB_SIZE)
-    return Engine(runner, config, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+    return Engine(runner, config, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], speculator=speculator)
 
 
 def drain(runner: Engine, *requests: EngineRequest) -> dict[tuple[str, int], tuple[list[int], FinishReason | None, str | None]]:
@@ -123,6 +128,23 @@ def test_every_choice_fits_and_ends_where_it_is_complete() -> None:
         assert isinstance(person["name"], str)
         assert 0 <= person["age"] <= 150
     assert all(reason in (FinishReason.COMPLETE, FinishReason.LENGTH) for _, reason, _ in endings.values())
+
+
+def guess(sequence: Sequence, drafted: Seq[int]) -> int:
+    """What the stand-in would say, right or wrong by turns."""
+    token = next_token(array("i", [*sequence.tokens, *drafted]), sequence, VOCAB_SIZE, num_drafts=len(drafted))
+    return (token or 0) if len(sequence.tokens) % 5 else ord("x")
+
+
+@pytest.mark.parametrize("max_drafts", [1, 3, 8])
+def test_drafts_change_nothing_of_what_comes_under_a_grammar(max_drafts: int) -> None:
+    requests = [
+        EngineRequest(f"r{seed}", [1, 2, seed], seeded(seed, min_tokens=5 * (seed % 2)), n=2, grammar=schema(PERSON)) for seed in range(6)
+    ]
+    requests += [EngineRequest("free", [1], seeded(1, max_tokens=30, ignore_eos=True))]
+    speculating = engine(speculator=always(max_drafts, Guesser(guess)))
+    assert drain(speculating, *requests) == drain(engine(), *requests)
+    assert speculating.stats().num_accepted_tokens > speculating.stats().num_draft_tokens / 3
 
 
 def test_a_preempted_choice_keeps_its_place_in_the_grammar() -> None:

@@ -90,3 +90,19 @@ def test_the_fingerprint_names_level_cache_and_runner() -> None:
     assert (level, cache) == ("fp32", "kv-fp32")
     assert runner.startswith("torch-")
     assert "cpu-" in runner
+
+
+def test_drafts_are_made_on_a_cpu_unless_told_otherwise_and_elsewhere_only_if_told() -> None:
+    def drafts(**fields: object) -> int:
+        return engine_config(WorkerSettings(model="m", level="fp32", num_blocks=2, **fields), SMALL).speculation  # type: ignore[arg-type]
+
+    assert (drafts(), drafts(speculation=0), drafts(speculation=3)) == (8, 0, 3)
+    assert (drafts(device="cuda:0"), drafts(device="cuda:0", speculation=4)) == (0, 4)
+
+
+def test_the_fingerprint_names_a_rule_that_lets_drafts_decide() -> None:
+    def name(**fields: object) -> str:
+        return fingerprint(engine_config(WorkerSettings(model="m", level="fp32", num_blocks=2, **fields), SMALL), SMALL)  # type: ignore[arg-type]
+
+    assert name() == name(speculation=0) == name(speculation=0, verification="rejection")
+    assert name(verification="rejection") == name() + "/rejection"

@@ -6,7 +6,8 @@ import pytest
 
 from forebay.v1 import types_pb2, worker_pb2
 from services.common.errors import Code, StatusError
-from services.worker.wire import Served, check_target, to_engine
+from services.worker.engine.request import TokenOutput
+from services.worker.wire import Served, append, check_target, to_engine
 
 SERVED = Served("toy@fp32", "v1", "toy", vocab_size=100, block_size=4, num_blocks=8, max_model_len=32)
 
@@ -30,6 +31,7 @@ def test_a_good_request_comes_through_with_defaults() -> None:
     assert (request.request_id, request.prompt_token_ids, request.n, request.latency_class) == ("r#1", [0, 99], 1, 3)
     assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.top_p) == (4, -5, 1.0)
     assert request.sampling.logprobs is None
+    assert request.sampling.speculation
 
 
 def test_everything_given_comes_through() -> None:
@@ -38,6 +40,7 @@ def test_everything_given_comes_through() -> None:
         types_pb2.SamplingParams(
             min_tokens=2, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, presence_penalty=-1, frequency_penalty=1.5,
             repetition_penalty=1.25, logit_bias={5: -100}, stop_token_ids=[6], ignore_eos=True, n=3, logprobs=0, prompt_logprobs=2,
+            speculation=False,
         )
     )  # fmt: skip
     message.delivered.add(ids=[1, 2, 3, 4])
@@ -48,7 +51,7 @@ def test_everything_given_comes_through() -> None:
     assert (sampling.min_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (2, 0.5, 0.25, 7, 0.125)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-1, 1.5, 1.25)
     assert (sampling.logit_bias, sampling.stop_token_ids, sampling.ignore_eos) == ({5: -100}, (6,), True)
-    assert (sampling.logprobs, sampling.prompt_logprobs) == (0, 2)
+    assert (sampling.logprobs, sampling.prompt_logprobs, sampling.speculation) == (0, 2, False)
     assert (request.n, request.delivered, request.finished_choices) == (3, ((1, 2, 3, 4), (1,)), frozenset({0}))
 
 
@@ -147,3 +150,11 @@ def blamed(message: worker_pb2.WorkerServiceGenerateRequest, field: str) -> None
         to_engine(message, SERVED, "r#1")
     assert caught.value.code is Code.INVALID_ARGUMENT
     assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_verdicts_stay_beside_their_tokens_where_outputs_are_joined() -> None:
+    delta = worker_pb2.TokenDelta()
+    for tokens, num_judged, num_accepted in (([1], 0, 0), ([2, 3, 4], 2, 2), ([5, 6], 2, 1), ([7], 0, 0), ([8], 1, 0), ([9], 0, 0)):
+        append(delta, TokenOutput("r", 0, 0, list(tokens), num_judged=num_judged, num_accepted=num_accepted))
+    assert list(delta.token_ids) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert list(delta.verdicts) == [0, 2, 2, 0, 2, 1, 0, 1]

@@ -8,8 +8,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common import rpc
 from services.common.errors import from_rpc
+from services.worker.engine.sequence import Sequence
 from services.worker.worker import SERVICE_NAME, STALL_EXIT_SECONDS, EngineFailed
-from tests.worker_harness import Clock, Harness, continuation, hear, serving, until
+from tests.drafters import Guesser, always
+from tests.worker_harness import Clock, Harness, continuation, hear, serving, toy_token, until
 
 
 async def health(worker: Harness, service: str = "") -> int:
@@ -175,3 +177,27 @@ async def test_prefix_hits_are_in_the_usage() -> None:
         assert second.events[-1].completed.usage.cached_tokens == 16
         other = await hear(worker.stub.Generate(worker.request("r3", prompt=prompt, cache_salt=b"t" * 32)))
         assert other.events[-1].completed.usage.cached_tokens == 0
+
+
+async def test_drafts_show_in_deltas_usage_and_metrics_and_in_no_token() -> None:
+    """A drafter that is right but for every sixth token; a request that wants none has none."""
+
+    def guess(sequence: Sequence, drafted: tuple[int, ...]) -> int:
+        return toy_token(sequence, drafted) if (sequence.num_output_tokens + len(drafted)) % 6 else 0
+
+    async with serving(speculator=always(3, Guesser(guess))) as worker:
+        heard = await hear(worker.stub.Generate(worker.request("r1", prompt=[5, 6], max_tokens=30, n=2, logprobs=1)))
+        without = await hear(worker.stub.Generate(worker.request("r2", prompt=[5, 6], max_tokens=30, n=2, speculation=False)))
+        await worker.idle()
+        for choice in range(2):
+            assert heard.tokens(choice) == without.tokens(choice) == continuation([5, 6], 30, choice)
+        assert all(len(delta.logprobs) == len(delta.token_ids) for delta in heard.deltas)
+        verdicts = b"".join(delta.verdicts.ljust(len(delta.token_ids), b"\0") for delta in heard.deltas)
+        assert len(verdicts) == 60
+        usage = heard.events[-1].completed.usage
+        assert usage.accepted_tokens == verdicts.count(2) > 20
+        assert usage.drafted_tokens == verdicts.count(1) + verdicts.count(2) > usage.accepted_tokens
+        assert without.events[-1].completed.usage.drafted_tokens == 0
+        assert not any(delta.verdicts for delta in without.deltas)
+        assert await worker.metric("vllm:spec_decode_num_accepted_tokens_total") == usage.accepted_tokens
+        assert await worker.metric("vllm:spec_decode_num_drafts_total") <= await worker.metric("vllm:spec_decode_num_draft_tokens_total")

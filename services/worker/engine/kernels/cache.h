@@ -138,12 +138,12 @@ void store_slot(const Cache& cache, int layer, int block, int slot, int side, in
       const float here = largest_magnitude(v, v);
       top = here <= top ? top : here;
     }
-    // Rounded up to what fp16 can say, so that no element leaves the range; at least its smallest normal number.
-    uint16_t scale = to_f16(std::max(top / Form::kLargest, 6.2e-5f));
-    if (top != top) scale = 0x7e00;
-    cache.scale(layer, block, side, head)[slot] = scale;
+    // At least fp16's smallest normal number; `encode` cuts off what its rounding moves out of the range. What is beyond fp16 is a NaN.
+    const uint16_t scale = to_f16(std::max(top / Form::kLargest, 6.2e-5f));
     const float inverse = 1.0f / from_f16(scale);
-    for (int d = 0; d < cache.width; ++d) tile[place(d)] = top == top ? Form::encode(x[d] * inverse) : 0;
+    const bool finite = inverse > 0;
+    cache.scale(layer, block, side, head)[slot] = finite ? scale : 0x7e00;
+    for (int d = 0; d < cache.width; ++d) tile[place(d)] = finite ? Form::encode(x[d] * inverse) : 0;
   } else if constexpr (Form::kElement == 4) {
     for (int d = 0; d < cache.width; ++d) reinterpret_cast<float*>(tile)[place(d)] = x[d];
   } else {

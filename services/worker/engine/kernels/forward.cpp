@@ -3,9 +3,13 @@
 // Rows of the step are tokens. Every value of a row is computed in an order that depends on neither the other rows nor the number of
 // threads. Bounds of ids, positions and block tables are the caller's to check (native.py).
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdlib>
+#include <exception>
 #include <memory>
+#include <new>
+#include <system_error>
 #include <vector>
 
 #include "attention.h"
@@ -51,13 +55,16 @@ namespace {
 constexpr int kQueryRows = 12;  // rows of one attention task
 
 template <class T>
-class Buffer {  // aligned, grown and never shrunk
+class Buffer {  // aligned, grown and never shrunk; what it held is lost when it grows
  public:
   T* reserve(size_t count) {
     if (count > size_) {
-      size_ = count + count / 2;
-      data_.reset(static_cast<T*>(std::aligned_alloc(64, (size_ * sizeof(T) + 4095) / 4096 * 4096)));
-      if (!data_) size_ = 0;
+      data_.reset();
+      size_ = 0;
+      const size_t size = count + count / 2;
+      data_.reset(static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 4095) / 4096 * 4096)));
+      if (!data_) throw std::bad_alloc();
+      size_ = size;
     }
     return data_.get();
   }
@@ -337,16 +344,32 @@ class Runner {
   Rows normed_, attended_, inner_, last_;
 };
 
+// No exception may cross into C: 0, or the errno of what couldn't be had.
+template <class F>
+int guard(F&& f) noexcept {
+  try {
+    f();
+    return 0;
+  } catch (const std::system_error& error) {
+    return error.code().value();
+  } catch (const std::exception&) {  // bad_alloc, or a vector's length_error
+    return ENOMEM;
+  }
+}
+
 }  // namespace forebay
 
 extern "C" {
 
 // Threads and workspace of one model and cache, which must outlive it.
-forebay::Runner* forebay_open(const forebay::Model* model, const forebay::Cache* cache, int num_threads, int num_spins) {
-  return new forebay::Runner(*model, *cache, num_threads, num_spins);
+int forebay_open(const forebay::Model* model, const forebay::Cache* cache, int num_threads, int num_spins, forebay::Runner** runner) {
+  return forebay::guard([&] { *runner = new forebay::Runner(*model, *cache, num_threads, num_spins); });
 }
 
-void forebay_forward(forebay::Runner* runner, const forebay::Step* step) { runner->forward(*step); }
+// Memory for the step is had before anything is computed: an error leaves the cache as it was.
+int forebay_forward(forebay::Runner* runner, const forebay::Step* step) {
+  return forebay::guard([&] { runner->forward(*step); });
+}
 
 void forebay_close(forebay::Runner* runner) { delete runner; }
 }

@@ -13,10 +13,11 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
 CACHE_FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "fp8": 3}
-# What images carry, best first: x86-64 levels, with what the level leaves open.
+_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+# What images carry, best first: x86-64 levels, and of what v4 leaves open the two that the kernels want.
 LEVELS = {
-    "v4": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "f16c", "fma"}),
-    "v3": frozenset({"avx2", "fma", "f16c", "bmi2"}),
+    "v4": _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
+    "v3": _V3,
 }
 
 
@@ -99,8 +100,14 @@ def find() -> Library | None:
     for target in (native_target(), *(level for level, needed in LEVELS.items() if needed <= flags)):
         path = library_path(target)
         if path.is_file():
-            return Library(f"{target}-{digest()[:8]}", _declare(ctypes.CDLL(str(path))))
+            return load(path)
     return None
+
+
+def load(path: Path) -> Library:
+    """Opens a library, named as `library_path` names it. OSError."""
+    target, _, sources = path.stem.removeprefix("forebay-").rpartition("-")
+    return Library(f"{target}-{sources[:8]}", _declare(ctypes.CDLL(str(path))))
 
 
 def library_path(target: str) -> Path:
@@ -133,10 +140,11 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
-    functions.forebay_open.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Cache), ctypes.c_int, ctypes.c_int]
-    functions.forebay_open.restype = ctypes.c_void_p
+    runner = ctypes.POINTER(ctypes.c_void_p)
+    functions.forebay_open.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Cache), ctypes.c_int, ctypes.c_int, runner]
+    functions.forebay_open.restype = ctypes.c_int
     functions.forebay_forward.argtypes = [ctypes.c_void_p, ctypes.POINTER(Step)]
-    functions.forebay_forward.restype = None
+    functions.forebay_forward.restype = ctypes.c_int
     functions.forebay_close.argtypes = [ctypes.c_void_p]
     functions.forebay_close.restype = None
     return functions

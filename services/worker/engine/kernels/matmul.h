@@ -61,8 +61,8 @@ struct Rows {
       store_i8(reinterpret_cast<int8_t*>(place), low);
       store_i8(reinterpret_cast<int8_t*>(place) + kLanes, high);
       const float scale = top / 127.0f;
-      scales[row * num_groups() + group] = scale;
-      totals[row * num_groups() + group] = scale * static_cast<float>(sum(add(low, high)));
+      scales[size_t(row) * num_groups() + group] = scale;
+      totals[size_t(row) * num_groups() + group] = scale * static_cast<float>(sum(add(low, high)));
     }
   }
 };
@@ -113,7 +113,7 @@ struct I8Kernel {
   template <int R>
   static void dot(const uint8_t* weights, int num_groups, const Rows& rows, int row, f32x16 (&acc)[R][2]) {
     const uint8_t* x = rows.values + row * rows.row_bytes();
-    const float *scales = rows.scales + row * num_groups, *totals = rows.totals + row * num_groups;
+    const float *scales = rows.scales + size_t(row) * num_groups, *totals = rows.totals + size_t(row) * num_groups;
     for (int g = 0; g < num_groups; ++g, weights += kGroupBytes[kI8]) {
       i32x16 part[R][2];
 #pragma GCC unroll 6
@@ -147,7 +147,7 @@ struct I4Kernel {
   template <int R>
   static void dot(const uint8_t* weights, int num_groups, const Rows& rows, int row, f32x16 (&acc)[R][2]) {
     const uint8_t* x = rows.values + row * rows.row_bytes();
-    const float *scales = rows.scales + row * num_groups, *totals = rows.totals + row * num_groups;
+    const float *scales = rows.scales + size_t(row) * num_groups, *totals = rows.totals + size_t(row) * num_groups;
     for (int g = 0; g < num_groups; ++g, weights += kGroupBytes[kI4]) {
       i32x16 part[R][2];
 #pragma GCC unroll 6

@@ -60,7 +60,12 @@ inline f32x16 scale_by_power(f32x16 v, f32x16 exponent) { return _mm512_scalef_p
 inline f32x16 to_float(i32x16 v) { return _mm512_cvtepi32_ps(v); }
 inline i32x16 to_int(f32x16 v) { return _mm512_cvtps_epi32(v); }
 inline i32x16 add(i32x16 a, i32x16 b) { return _mm512_add_epi32(a, b); }
-inline int sum(i32x16 v) { return _mm512_reduce_add_epi32(v); }
+inline int sum(i32x16 v) {  // not by the library's reduction: its last steps are of signed integers, which a NaN's conversion overflows
+  const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
 inline f32x16 load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
 inline float largest_magnitude(f32x16 a, f32x16 b) {  // by bit patterns, so that a NaN is the largest
@@ -309,7 +314,7 @@ inline b512 widen_e4m3(const void* p) {
 
 #endif
 
-// 2^x for x <= 127, to about 2e-7 of its value; 0 below -126; NaN stays NaN.
+// 2^x for x <= 127, to about 2e-7 of its value; 2^-126 for all that is less; NaN stays NaN.
 inline f32x16 exp2(f32x16 x) {
   x = max(splat(-126.0f), x);  // in this order: the second operand wins where it is NaN
   const f32x16 whole = round(x);

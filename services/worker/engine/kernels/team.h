@@ -17,14 +17,15 @@ namespace forebay {
 class Team {
  public:
   Team(int num_threads, int num_spins) : num_threads_(num_threads), num_spins_(num_spins) {
-    for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this] { serve(); });
+    try {
+      for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this] { serve(); });
+    } catch (...) {  // the machine gives no more threads: those that run must end before they are destroyed
+      stop();
+      throw;
+    }
   }
 
-  ~Team() {
-    stopping_ = true;
-    start();
-    for (auto& thread : threads_) thread.join();
-  }
+  ~Team() { stop(); }
 
   int size() const { return num_threads_; }
 
@@ -51,6 +52,12 @@ class Team {
   }
 
  private:
+  void stop() {
+    stopping_ = true;
+    start();
+    for (auto& thread : threads_) thread.join();
+  }
+
   void serve() {
     for (uint32_t round = 0;; ++round) {
       wait(rounds_, round);

@@ -4,6 +4,7 @@ Serves the same architectures and levels as models/decoder.py, which is its orac
 """
 
 import ctypes
+import os
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from services.worker.engine.quantization import GROUP, Quantized, Weights, stack
 
 MAX_HEAD_DIM = 256  # as kMaxWidth in attention.h
 MAX_BLOCK_SIZE = 256
+MAX_TASKS = 1 << 30  # heads of all tokens of a step: the kernels count them in 32 bits
 # How long a thread that waits for the others spins before it sleeps: some microseconds. See ARCHITECTURE.md, decision 14.
 NUM_SPINS = 2000
 
@@ -41,23 +43,35 @@ class NativeDecoder:
         self.config = config
         self.version = version
         self.device = torch.device("cpu")
+        self._runner, self._process = ctypes.c_void_p(), os.getpid()
+        self._cache: NativeCache | None = None
         self._functions = compiled.functions
         self._num_threads = num_threads
         self._kept: list[Tensor] = []  # what the structures point to
         self._layers = (library.Layer * config.num_layers)(*(self._layer(weights, i) for i in range(config.num_layers)))
         self._model = self._whole(weights, level)
         self._rotary = Rotary(config, torch.float32, "cpu")
-        self._cache: NativeCache | None = None
-        self._runner = ctypes.c_void_p()
 
     def __del__(self) -> None:
-        if getattr(self, "_runner", None):
-            self._functions.forebay_close(self._runner)
+        self._close()
+
+    def bind(self, kv: NativeCache) -> None:
+        """Starts the threads of a step, which reads and writes `kv` from now on. OSError: the system gives no more threads or memory."""
+        self._close()
+        self._process = os.getpid()
+        code = self._functions.forebay_open(
+            ctypes.byref(self._model), ctypes.byref(kv.wire()), self._num_threads, NUM_SPINS, ctypes.byref(self._runner)
+        )
+        _check_code(code, f"{self._num_threads} threads of the CPU kernels")
+        self._cache = kv
 
     def forward(self, step: Step, kv: NativeCache) -> Tensor:
-        """Logits [num_logit_rows, vocab] fp32. Writes the tokens' keys and values into `kv`, which stays the same between calls."""
-        if kv is not self._cache:
-            self._bind(kv)
+        """Logits [num_logit_rows, vocab] fp32. Writes the tokens' keys and values into `kv`, which stays the same between calls.
+
+        OSError: there is no memory for so many tokens; nothing was written.
+        """
+        if kv is not self._cache or self._process != os.getpid():
+            self.bind(kv)
         longest = max(step.context_lengths)
         self._rotary.reach(longest)
         needed = [-(-context // kv.block_size) for context in step.context_lengths]
@@ -88,27 +102,27 @@ class NativeDecoder:
             logit_rows=rows,
             logits=logits.data_ptr(),
         )
-        self._functions.forebay_forward(self._runner, ctypes.byref(wire))
+        code = self._functions.forebay_forward(self._runner, ctypes.byref(wire))
+        _check_code(code, f"a step of {len(step.tokens)} tokens")
         return logits
+
+    def _close(self) -> None:
+        # A forked child has what its parent wrote down of the threads, but not the threads: it would wait for them for ever.
+        if self._runner and self._process == os.getpid():
+            self._functions.forebay_close(self._runner)
+        self._runner, self._cache = ctypes.c_void_p(), None
 
     def _check(self, step: Step, kv: NativeCache, positions: list[int], tables: list[int]) -> None:
         """Asserts all that the kernels take on trust."""
         num_tokens = len(step.tokens)
         assert num_tokens == len(positions), (num_tokens, len(positions))
+        assert num_tokens * (self.config.num_heads + self.config.num_kv_heads) <= MAX_TASKS, num_tokens
         assert min(step.query_lengths) > 0, step.query_lengths
         assert 0 <= min(positions) <= max(positions) < self.config.max_position, (min(positions), max(positions), self.config.max_position)
         assert 0 <= min(step.tokens) <= max(step.tokens) < self.config.vocab_size, (min(step.tokens), max(step.tokens))
         assert 0 <= min(tables) <= max(tables) < kv.num_blocks, (min(tables), max(tables), kv.num_blocks)
         if step.logit_rows:
             assert 0 <= min(step.logit_rows) <= max(step.logit_rows) < num_tokens, (min(step.logit_rows), max(step.logit_rows), num_tokens)
-
-    def _bind(self, kv: NativeCache) -> None:
-        if self._runner:
-            self._functions.forebay_close(self._runner)
-        self._cache = kv
-        self._runner = ctypes.c_void_p(
-            self._functions.forebay_open(ctypes.byref(self._model), ctypes.byref(kv.wire()), self._num_threads, NUM_SPINS)
-        )
 
     # --- packing
 
@@ -174,6 +188,11 @@ class NativeDecoder:
         padded = F.pad(values, (0, (count or len(values) + -len(values) % GROUP) - len(values))).contiguous()
         self._kept.append(padded)
         return padded.data_ptr()
+
+
+def _check_code(code: int, what: str) -> None:
+    if code:
+        raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
 def _gates(gate: Tensor | Quantized, up: Tensor | Quantized) -> Tensor | Quantized:

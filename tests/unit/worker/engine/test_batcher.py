@@ -18,6 +18,7 @@ from services.worker.engine.request import (
     SequenceError,
     TokenOutput,
 )
+from tests.drafters import Guesser, always, often_right
 from tests.fake_runner import EOS, VOCAB_SIZE, fake_engine
 
 BIG = EngineConfig(num_blocks=512, block_size=4, max_step_tokens=64, max_sequences=32)
@@ -50,8 +51,9 @@ def drain(engine: Engine, max_steps: int = 5000) -> dict[tuple[str, int], Ending
     return endings
 
 
-def run(requests: list[EngineRequest], config: EngineConfig = BIG) -> dict[tuple[str, int], Ending]:
-    engine = fake_engine(config)
+def run(requests: list[EngineRequest], config: EngineConfig = BIG, max_drafts: int = 0) -> dict[tuple[str, int], Ending]:
+    """With `max_drafts`, drafts that are wrong by turns: nothing that they do may show."""
+    engine = fake_engine(config, speculator=always(max_drafts, Guesser(often_right)) if max_drafts else None)
     for request in requests:
         engine.add(request)
     return drain(engine)
@@ -96,10 +98,17 @@ def some_requests(draw: st.DrawFn, max_size: int = 8) -> list[EngineRequest]:
     st.integers(1, 6),
     st.booleans(),
     st.integers(0, 40),
+    st.sampled_from([0, 1, 3, 5, 8]),
 )
-@settings(max_examples=120, deadline=None)
-def test_any_company_any_pool_any_chunk_same_tokens(
-    requests: list[EngineRequest], num_blocks: int, max_step_tokens: int, max_sequences: int, prefix_cache: bool, host_blocks: int
+@settings(max_examples=160, deadline=None)
+def test_any_company_any_pool_any_chunk_any_drafts_same_tokens(
+    requests: list[EngineRequest],
+    num_blocks: int,
+    max_step_tokens: int,
+    max_sequences: int,
+    prefix_cache: bool,
+    host_blocks: int,
+    max_drafts: int,
 ) -> None:
     """14 blocks of 4 hold any one of them: everything else is preemption, chunking, prefix hits of either tier and waiting."""
     config = EngineConfig(
@@ -110,7 +119,7 @@ def test_any_company_any_pool_any_chunk_same_tokens(
         prefix_cache=prefix_cache,
         host_blocks=host_blocks,
     )
-    together = run(requests, config)
+    together = run(requests, config, max_drafts)
     apart = {key: ending for request in requests for key, ending in alone(request).items()}
     assert together == apart
     assert len(together) == sum(request.n for request in requests)
@@ -119,8 +128,13 @@ def test_any_company_any_pool_any_chunk_same_tokens(
 class EngineMachine(RuleBasedStateMachine):
     """Requests come, are aborted and are stepped in any order, on a pool far too small for all."""
 
-    @initialize(prefix_cache=st.booleans(), max_step_tokens=st.sampled_from([1, 3, 16, 200]), host_blocks=st.sampled_from([0, 3, 40]))
-    def build(self, prefix_cache: bool, max_step_tokens: int, host_blocks: int) -> None:
+    @initialize(
+        prefix_cache=st.booleans(),
+        max_step_tokens=st.sampled_from([1, 3, 16, 200]),
+        host_blocks=st.sampled_from([0, 3, 40]),
+        max_drafts=st.sampled_from([0, 1, 8]),
+    )
+    def build(self, prefix_cache: bool, max_step_tokens: int, host_blocks: int, max_drafts: int) -> None:
         self.engine = fake_engine(
             EngineConfig(
                 num_blocks=16,
@@ -129,7 +143,8 @@ class EngineMachine(RuleBasedStateMachine):
                 max_sequences=5,
                 prefix_cache=prefix_cache,
                 host_blocks=host_blocks,
-            )
+            ),
+            speculator=always(max_drafts, Guesser(often_right)) if max_drafts else None,
         )
         self.added: dict[str, EngineRequest] = {}
         self.aborted: set[str] = set()

@@ -1,0 +1,46 @@
+"""What guesses the next tokens of a sequence: the seam between the speculator and lookups, models, or whatever else drafts."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.worker.engine.batch import Draft
+from services.worker.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a drafter could say of a sequence's next tokens.
+
+    Drafts of one grade come true about equally often: outcomes are counted by grade. `token_id` is the first draft where the drafter
+    knows it for nothing; then it is judged by what comes even if it isn't verified.
+    """
+
+    grade: int  # 0 .. the drafter's num_grades - 1
+    token_id: int | None = None
+
+
+class Drafter(Protocol):
+    """Guesses tokens. Called on the engine's thread, between steps."""
+
+    @property
+    def prior(self) -> Seq[float]:
+        """By grade: the share of its drafts that come true, as long as nothing was measured."""
+        ...
+
+    @property
+    def pass_seconds(self) -> float:
+        """What one more draft for every sequence of a batch costs, its verification aside."""
+        ...
+
+    def outlook(self, sequence: Sequence) -> Outlook | None:
+        """None: nothing to say, `draft` must not be called for it now."""
+        ...
+
+    def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Draft]:
+        """At most as many tokens for each sequence. Its block table has room for them."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended. Idempotent."""
+        ...

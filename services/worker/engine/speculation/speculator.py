@@ -1,0 +1,160 @@
+"""How many drafts each sequence of a step gets: as many as bring more tokens per second, by measured acceptance and step times. Pure.
+
+Greedy over the whole batch: the draft most likely to be accepted comes next, as long as its chance outweighs the time that it adds for all.
+"""
+
+import heapq
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from services.worker.engine.batch import Span
+from services.worker.engine.sequence import Sequence
+from services.worker.engine.speculation.acceptance import Acceptance
+from services.worker.engine.speculation.drafter import Drafter, Outlook
+from services.worker.engine.speculation.step_time import Load, StepTime
+
+_PROBE_INTERVAL = 64  # steps without a draft for want of gain, after which one is made to see whether that still holds
+
+
+@dataclass
+class SpeculationCounters:
+    """Since the start; they only grow."""
+
+    drafts: int = 0  # spans that had drafts
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class _Prospect:
+    """A sequence that can be drafted for in this step."""
+
+    span: int  # its index
+    outlook: Outlook
+    chance: float  # of each draft, given that those before it were accepted
+    room: int
+
+
+class Speculator:
+    """Asks a drafter, weighs, and learns from what came. At most `max_drafts` tokens per sequence and step."""
+
+    def __init__(self, drafter: Drafter, max_drafts: int, step_time: StepTime | None = None) -> None:
+        self.counters = SpeculationCounters()
+        self._drafter = drafter
+        self._max_drafts = max_drafts
+        self._step_time = step_time or StepTime()
+        self._acceptance = Acceptance(drafter.prior)
+        self._outlooks: dict[Sequence, Outlook] = {}  # of this step
+        self._num_idle_steps = 0  # since the last draft, or chance of one
+
+    def plan(self, spans: Seq[Span], rooms: Seq[int], budget: int) -> list[int]:
+        """How many drafts each span should get: at most its room, and `budget` in all."""
+        counts = [0] * len(spans)
+        prospects = self._prospects(spans, rooms)
+        if not prospects or not self._step_time.known:
+            return counts
+        for prospect, count in zip(prospects, self._best_counts(prospects, spans, budget), strict=True):
+            counts[prospect.span] = count
+        self._num_idle_steps = 0 if any(counts) else self._num_idle_steps + 1
+        if self._num_idle_steps >= _PROBE_INTERVAL and budget > 0:
+            self._num_idle_steps = 0
+            counts[max(prospects, key=lambda prospect: prospect.chance).span] = 1
+        return counts
+
+    def _prospects(self, spans: Seq[Span], rooms: Seq[int]) -> list[_Prospect]:
+        self._outlooks.clear()
+        prospects = []
+        for index, (span, room) in enumerate(zip(spans, rooms, strict=True)):
+            if room <= 0 or (outlook := self._drafter.outlook(span.sequence)) is None:
+                continue
+            self._outlooks[span.sequence] = outlook
+            chance = self._acceptance.chance(span.sequence, outlook.grade)
+            prospects.append(_Prospect(index, outlook, chance, min(room, self._max_drafts)))
+        return prospects
+
+    def _best_counts(self, prospects: Seq[_Prospect], spans: Seq[Span], budget: int) -> list[int]:
+        """Drafts by prospect, for the most expected tokens per second."""
+        tokens, seconds = float(sum(span.samples for span in spans)), self._step_time.seconds(load_of(spans))
+        if not self._drafter.pass_seconds:
+            return self._share(prospects, tokens, seconds, self._max_drafts, budget)[0]
+        # Each pass of a draft model serves all, so how many passes is the first question.
+        best, best_rate = [0] * len(prospects), tokens / seconds
+        for num_passes in range(1, self._max_drafts + 1):
+            with_passes = seconds + num_passes * self._drafter.pass_seconds
+            counts, rate = self._share(prospects, tokens, with_passes, num_passes, budget)
+            if rate > best_rate:
+                best, best_rate = counts, rate
+        return best
+
+    def _share(self, prospects: Seq[_Prospect], tokens: float, seconds: float, depth: int, budget: int) -> tuple[list[int], float]:
+        """Drafts by prospect, at most `depth` each, as long as each raises the tokens per second; and what those come to."""
+        counts = [0] * len(prospects)
+        draft_seconds = self._step_time.draft_seconds()
+        queue = [(-prospect.chance, index) for index, prospect in enumerate(prospects)]
+        heapq.heapify(queue)
+        while queue and budget > 0:
+            negative, index = heapq.heappop(queue)
+            if -negative * seconds <= tokens * draft_seconds:
+                break
+            tokens -= negative
+            seconds += draft_seconds
+            budget -= 1
+            counts[index] += 1
+            if counts[index] < min(prospects[index].room, depth):
+                heapq.heappush(queue, (negative * prospects[index].chance, index))
+        return counts, tokens / seconds
+
+    def draft(self, spans: Seq[Span], counts: Seq[int]) -> list[Span]:
+        """The spans with their drafts; each sequence has slots for its `counts`."""
+        wanted = [(index, count) for index, count in enumerate(counts) if count > 0]
+        drafts = self._drafter.draft([(spans[index].sequence, count) for index, count in wanted])
+        spans = list(spans)
+        for (index, _), draft in zip(wanted, drafts, strict=True):
+            span = spans[index]
+            spans[index] = replace(span, length=span.length + len(draft.token_ids), draft=draft)
+        return spans
+
+    def judge(self, span: Span, token_ids: Seq[int]) -> int:
+        """Learns from the tokens that came of a span; how many of them were drafts of it."""
+        outlook = self._outlooks.pop(span.sequence, None)
+        drafts = span.draft.token_ids
+        num_accepted = count_accepted(drafts, token_ids)
+        if drafts:
+            self.counters.drafts += 1
+            self.counters.draft_tokens += len(drafts)
+            self.counters.accepted_tokens += num_accepted
+        if outlook is not None and token_ids:
+            guesses = drafts or (outlook.token_id,)
+            if guesses[0] is not None:
+                num_judged = min(len(guesses), len(token_ids))
+                self._acceptance.record(span.sequence, outlook.grade, count_accepted(guesses, token_ids), num_judged)
+        return num_accepted
+
+    def observe(self, spans: Seq[Span], seconds: float) -> None:
+        """How long the step with these spans took."""
+        self._step_time.record(load_of(spans), seconds)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended. Idempotent."""
+        self._outlooks.pop(sequence, None)
+        self._acceptance.forget(sequence)
+        self._drafter.forget(sequence)
+
+
+def load_of(spans: Seq[Span]) -> Load:
+    """What a step with these spans has to do."""
+    return Load(
+        sum(span.length for span in spans),
+        sum(len(span.scored) + len(span.sampled) for span in spans),
+        sum(span.end for span in spans),
+    )
+
+
+def count_accepted(guesses: Seq[int | None], token_ids: Seq[int]) -> int:
+    """How many tokens from the first on are as guessed."""
+    count = 0
+    for guess, token_id in zip(guesses, token_ids, strict=False):
+        if guess != token_id:
+            break
+        count += 1
+    return count

@@ -1,0 +1,88 @@
+"""How long a step takes, as a line fitted to the steps so far: what one more draft costs. Pure; the engine brings the seconds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_MEMORY = 0.99  # weight of a step relative to the next one's
+_RIDGE = 1e-3  # what steps don't tell apart is taken for the fixed part, that is: a draft for free, which the next steps correct
+_REFIT = 4  # steps between fits
+_MIN_STEPS = 4
+_LEAST_MARGIN = 0.005  # of the fixed part: no draft is quite free
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step has to do: tokens to compute, rows of logits to look at, and keys to read, which are the lengths of the contexts."""
+
+    num_tokens: int
+    num_rows: int
+    num_keys: int
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        return 1.0, float(self.num_tokens), float(self.num_rows), float(self.num_keys)
+
+
+class StepTime:
+    """Online least squares of seconds = fixed + per token + per row + per key, each >= 0, on relative errors: a stall hardly counts."""
+
+    def __init__(self) -> None:
+        size = len(Load(0, 0, 0).features)
+        self._products = [[0.0] * size for _ in range(size)]
+        self._sums = [0.0] * size
+        self._num_steps = 0
+        self._coefficients: list[float] = [0.0] * size
+
+    @property
+    def known(self) -> bool:
+        """False until enough steps were seen."""
+        return self._num_steps >= _MIN_STEPS
+
+    def record(self, load: Load, seconds: float) -> None:
+        """A step that has been."""
+        if seconds <= 0:
+            return
+        scaled = [feature / seconds for feature in load.features]  # the line shall come to 1 for it
+        for i, (row, value) in enumerate(zip(self._products, scaled, strict=True)):
+            self._sums[i] = self._sums[i] * _MEMORY + value
+            for j, other in enumerate(scaled):
+                row[j] = row[j] * _MEMORY + value * other
+        self._num_steps += 1
+        if self._num_steps % _REFIT == 0:
+            self._coefficients = self._fit()
+
+    def seconds(self, load: Load) -> float:
+        """What a step with this load should take."""
+        return sum(c * feature for c, feature in zip(self._coefficients, load.features, strict=True))
+
+    def draft_seconds(self) -> float:
+        """What one more draft adds to a step: a token, a row and a key."""
+        return max(sum(self._coefficients[1:]), _LEAST_MARGIN * self._coefficients[0])
+
+    def _fit(self) -> list[float]:
+        """Drops whatever would come out negative, the worst first."""
+        used = list(range(len(self._sums)))
+        while True:
+            matrix = [[self._products[i][j] * (1 + _RIDGE * (i == j != 0)) for j in used] for i in used]
+            found = dict(zip(used, solve(matrix, [self._sums[i] for i in used]), strict=True))
+            worst = min(used, key=lambda i: found[i])
+            if found[worst] >= 0 or len(used) == 1:
+                return [found.get(i, 0.0) for i in range(len(self._sums))]
+            used.remove(worst)
+
+
+def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """x with matrix x = right, for a symmetric positive definite matrix: Gauss without pivots. A dependent row yields 0."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    size = len(rows)
+    for i in range(size):
+        if rows[i][i] <= 1e-12 * matrix[i][i]:
+            rows[i] = [float(j == i) for j in range(size)] + [0.0]
+        for below in rows[i + 1 :]:
+            factor = below[i] / rows[i][i]
+            for j in range(i, size + 1):
+                below[j] -= factor * rows[i][j]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        solution[i] = (rows[i][size] - sum(rows[i][j] * solution[j] for j in range(i + 1, size))) / rows[i][i]
+    return solution

@@ -1,0 +1,56 @@
+"""The index against a naive search of the whole text."""
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from services.worker.engine.speculation.suffix_index import GRAM, MAX_CANDIDATES, MAX_MATCH, Match, SuffixIndex, continuation
+
+TEXT = st.lists(st.integers(0, 3), max_size=120) | st.lists(st.integers(0, 40), max_size=200)
+
+
+def naive(tokens: list[int]) -> Match | None:
+    """Every place, the latest first; of the first MAX_CANDIDATES that end in the last gram, the longest."""
+    end = len(tokens)
+    places = [f for f in range(end - 1, GRAM - 1, -1) if end >= GRAM and tokens[f - GRAM : f] == tokens[end - GRAM :]]
+    best = None
+    for follower in places[:MAX_CANDIDATES]:
+        length = 0
+        while length < min(MAX_MATCH, follower) and tokens[follower - length - 1] == tokens[end - length - 1]:
+            length += 1
+        if best is None or length > best.length:
+            best = Match(follower, length)
+    return best
+
+
+@given(TEXT, st.data())
+@settings(max_examples=300, deadline=None)
+def test_longest_and_latest_however_the_text_came(tokens: list[int], data: st.DataObject) -> None:
+    index, known = SuffixIndex(), 0
+    while known < len(tokens):
+        known = data.draw(st.integers(known + 1, len(tokens)))
+        index.extend(tokens[:known])
+        assert index.longest(tokens[:known]) == naive(tokens[:known])
+
+
+def test_nothing_is_found_in_what_never_came_twice() -> None:
+    index = SuffixIndex()
+    for length in range(30):
+        index.extend(range(length))
+        assert index.longest(range(length)) is None
+
+
+def test_a_long_repetition_is_found_where_it_goes_on() -> None:
+    text = [*range(100), *range(60)]
+    index = SuffixIndex()
+    index.extend(text)
+    assert index.longest(text) == Match(60, MAX_MATCH)
+    assert continuation(text, 60, 4) == (60, 61, 62, 63)
+
+
+def test_what_goes_round_goes_on_going_round() -> None:
+    text = [9, 1, 2, 3, 1, 2, 3, 1]
+    index = SuffixIndex()
+    index.extend(text)
+    match = index.longest(text)
+    assert match is not None
+    assert continuation(text, match.follower, 7) == (2, 3, 1, 2, 3, 1, 2)
