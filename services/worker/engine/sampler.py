@@ -8,12 +8,15 @@ Temperature 0 takes the argmax before the filters. Log-probabilities are those o
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from services.worker.engine.kernels import library
+from services.worker.engine.kernels.sampling import choose
 from services.worker.engine.request import PositionLogprobs, SamplingParams, TokenLogprob
 
 _MIN_TEMPERATURE = 1e-6  # below, fp32 can't tell it from greedy
@@ -176,25 +179,40 @@ def _repel(flat: Tensor, vocab: int, rows: Sequence[SampleRow]) -> None:
 
 
 def loudest(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """The Gumbel rule: see Choose."""
-    tokens = logits.argmax(dim=-1).tolist()
+    """The Gumbel rule: see Choose. On a CPU with kernels they choose, the same token."""
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
     random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
     if not random:
         return tokens
-    params = [rows[index].sampling for index in random]
-    scores = _scores(logits if len(random) == len(rows) else logits[random], peaks[random], params)
-    keys = noise_key_columns([rows[index] for index in random], logits.device)
+    some = logits if len(random) == len(rows) else logits[random]
+    compiled = library.find() if logits.device.type == "cpu" else None
+    by = _by_torch if compiled is None else partial(_by_kernels, compiled)
+    for index, token in zip(random, by(some, peaks[random], [rows[index] for index in random]), strict=True):
+        tokens[index] = token
+    return tokens
+
+
+def _by_kernels(compiled: library.Library, logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    params = [replace(row.sampling, temperature=max(row.sampling.temperature, _MIN_TEMPERATURE)) for row in rows]
+    return choose(compiled, logits, peaks.tolist(), params, [_noise_keys_of(row) for row in rows])
+
+
+def _by_torch(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    tokens = [0] * len(rows)
+    params = [row.sampling for row in rows]
+    scores = _scores(logits, peaks, params)
+    keys = noise_key_columns(rows, logits.device)
     filtered = [i for i, p in enumerate(params) if _is_filtered(p, scores.shape[-1])]
     plain = sorted(set(range(len(params))) - set(filtered))
     for start in range(0, len(plain), step := max(1, _NOISE_ELEMENTS // scores.shape[-1])):
         piece = plain[start : start + step]
         chosen = _loudest(scores[piece], _contenders(scores[piece], keys[:, piece]), keys[:, piece])
         for i, token in zip(piece, chosen, strict=True):
-            tokens[random[i]] = token
+            tokens[i] = token
     if filtered:
         survivors = scores[filtered] >= _thresholds(scores[filtered], [params[i] for i in filtered])
         for i, token in zip(filtered, _loudest(scores[filtered], survivors, keys[:, filtered]), strict=True):
-            tokens[random[i]] = token
+            tokens[i] = token
     return tokens
 
 
@@ -211,8 +229,12 @@ def distribution(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> Te
 
 def noise_key_columns(rows: Sequence[SampleRow], device: torch.device, *streams: int) -> Tensor:
     """The rows' noise keys, int32 [2, num_rows]."""
-    keys = [noise_keys(row.sampling.seed or 0, row.choice_index, row.position, *streams) for row in rows]
+    keys = [_noise_keys_of(row, *streams) for row in rows]
     return torch.tensor(keys, dtype=torch.int32, device=device).view(-1, 2).t()
+
+
+def _noise_keys_of(row: SampleRow, *streams: int) -> tuple[int, int]:
+    return noise_keys(row.sampling.seed or 0, row.choice_index, row.position, *streams)
 
 
 def _scores(logits: Tensor, peaks: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "errors.h"
 #include "matmul.h"
 #include "team.h"
 
@@ -343,19 +344,6 @@ class Runner {
   uint8_t* queries_ = nullptr;
   Rows normed_, attended_, inner_, last_;
 };
-
-// No exception may cross into C: 0, or the errno of what couldn't be had.
-template <class F>
-int guard(F&& f) noexcept {
-  try {
-    f();
-    return 0;
-  } catch (const std::system_error& error) {
-    return error.code().value();
-  } catch (const std::exception&) {  // bad_alloc, or a vector's length_error
-    return ENOMEM;
-  }
-}
 
 }  // namespace forebay
 

@@ -85,6 +85,19 @@ class Step(ctypes.Structure):
     )
 
 
+class SampledRow(ctypes.Structure):
+    """See sampler.cpp."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        *((name, ctypes.c_float) for name in ("peak", "temperature", "top_p", "min_p")),
+        ("top_k", ctypes.c_int32),
+        ("key0", ctypes.c_uint32),
+        ("key1", ctypes.c_uint32),
+        ("token", ctypes.c_int32),
+    )
+
+
 @dataclass(frozen=True)
 class Library:
     """An open library. `name` says what it was compiled for and from: equal names, equal numbers."""
@@ -147,4 +160,14 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
     functions.forebay_forward.restype = ctypes.c_int
     functions.forebay_close.argtypes = [ctypes.c_void_p]
     functions.forebay_close.restype = None
+    functions.forebay_sample.argtypes = [ctypes.POINTER(SampledRow), ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    functions.forebay_sample.restype = ctypes.c_int
+    functions.forebay_probe_open.argtypes = [ctypes.c_int, ctypes.c_int, runner]
+    functions.forebay_probe_open.restype = ctypes.c_int
+    functions.forebay_probe_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    functions.forebay_probe_read.restype = ctypes.c_double
+    functions.forebay_probe_multiply.argtypes = [ctypes.c_void_p, ctypes.POINTER(Matrix), ctypes.c_int]
+    functions.forebay_probe_multiply.restype = ctypes.c_double
+    functions.forebay_probe_close.argtypes = [ctypes.c_void_p]
+    functions.forebay_probe_close.restype = None
     return functions

@@ -66,6 +66,19 @@ inline int sum(i32x16 v) {  // not by the library's reduction: its last steps ar
   four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
+inline i32x16 mul(i32x16 a, i32x16 b) { return _mm512_mullo_epi32(a, b); }
+inline i32x16 exclusive_or(i32x16 a, i32x16 b) { return _mm512_xor_si512(a, b); }
+template <int kBits>
+inline i32x16 shift_right(i32x16 v) {  // zeros come in
+  return _mm512_srli_epi32(v, kBits);
+}
+inline f32x16 as_float(i32x16 bits) { return _mm512_castsi512_ps(bits); }
+inline i32x16 as_int(f32x16 v) { return _mm512_castps_si512(v); }
+inline i32x16 counting_up() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+// a where x < limit, else b
+inline f32x16 where_less(f32x16 x, f32x16 limit, f32x16 a, f32x16 b) {
+  return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), a);
+}
 inline f32x16 load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
 inline float largest_magnitude(f32x16 a, f32x16 b) {  // by bit patterns, so that a NaN is the largest
@@ -197,6 +210,20 @@ inline int sum(i32x16 v) {
   four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
+inline i32x16 mul(i32x16 a, i32x16 b) { return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)}; }
+inline i32x16 exclusive_or(i32x16 a, i32x16 b) { return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)}; }
+template <int kBits>
+inline i32x16 shift_right(i32x16 v) {  // zeros come in
+  return {_mm256_srli_epi32(v.low, kBits), _mm256_srli_epi32(v.high, kBits)};
+}
+inline f32x16 as_float(i32x16 bits) { return {_mm256_castsi256_ps(bits.low), _mm256_castsi256_ps(bits.high)}; }
+inline i32x16 as_int(f32x16 v) { return {_mm256_castps_si256(v.low), _mm256_castps_si256(v.high)}; }
+inline i32x16 counting_up() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
+// a where x < limit, else b
+inline f32x16 where_less(f32x16 x, f32x16 limit, f32x16 a, f32x16 b) {
+  return {_mm256_blendv_ps(b.low, a.low, _mm256_cmp_ps(x.low, limit.low, _CMP_LT_OQ)),
+          _mm256_blendv_ps(b.high, a.high, _mm256_cmp_ps(x.high, limit.high, _CMP_LT_OQ))};
+}
 inline f32x16 load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
@@ -327,6 +354,24 @@ inline f32x16 exp2(f32x16 x) {
   p = fma(p, part, splat(6.9314718e-1f));
   p = fma(p, part, splat(1.0f));
   return scale_by_power(p, whole);
+}
+
+// The natural logarithm of a positive, normal, finite x, to about 1e-6.
+inline f32x16 log(f32x16 x) {
+  // x = 2^e * m with m from sqrt(1/2) to sqrt(2); log m = 2 artanh((m - 1) / (m + 1))
+  const i32x16 bits = as_int(x);
+  const i32x16 exponent = add(shift_right<23>(bits), splat_i32(-127));
+  f32x16 m = as_float(exclusive_or(bytes_and(bits, splat_i32(0x7fffff)), splat_i32(127 << 23)));
+  const f32x16 root = splat(1.41421356f);
+  f32x16 e = to_float(exponent);
+  e = where_less(m, root, e, add(e, splat(1.0f)));
+  m = where_less(m, root, m, mul(m, splat(0.5f)));
+  const f32x16 t = div(sub(m, splat(1.0f)), add(m, splat(1.0f))), t2 = mul(t, t);
+  f32x16 p = splat(2.0f / 7);
+  p = fma(p, t2, splat(2.0f / 5));
+  p = fma(p, t2, splat(2.0f / 3));
+  p = fma(p, t2, splat(2.0f));
+  return fma(e, splat(0.693147181f), mul(p, t));
 }
 
 // x / (1 + e^-x)

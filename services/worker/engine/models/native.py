@@ -55,6 +55,11 @@ class NativeDecoder:
     def __del__(self) -> None:
         self._close()
 
+    @property
+    def matrices(self) -> list[library.Matrix]:
+        """Of the layers, in the order of a step; then the head."""
+        return [matrix for layer in self._layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)] + [self._model.head]
+
     def bind(self, kv: NativeCache) -> None:
         """Starts the threads of a step, which reads and writes `kv` from now on. OSError: the system gives no more threads or memory."""
         self._close()

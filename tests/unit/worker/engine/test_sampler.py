@@ -1,6 +1,8 @@
 """The sampler against slow, obvious references: the right distribution, the right row, the same noise wherever it is drawn."""
 
 import math
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -8,8 +10,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from services.worker.engine.kernels import library
 from services.worker.engine.request import SamplingParams
 from services.worker.engine.sampler import SampleRow, gumbel, noise_keys, sample, score
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def _by(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test with the kernels and without."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr("services.worker.engine.sampler.library.find", lambda: None)
+        else:
+            assert library.find() is not None, "no kernels: run make setup"
+        yield
 
 
 def row(sampling: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None, **fields: object) -> SampleRow:
@@ -299,3 +313,26 @@ def test_scores_are_log_softmax() -> None:
 
 def test_no_rows_no_samples() -> None:
     assert sample(torch.empty(0, 10), []) == []
+
+
+def test_the_kernels_choose_what_torch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a real vocabulary, flat and steep, with every filter and none."""
+    rng = random.Random(8)
+    scale = torch.tensor([rng.choice([0.1, 1.0, 5.0]) for _ in range(300)]).unsqueeze(1)
+    logits = torch.randn(300, 4999, generator=torch.Generator().manual_seed(8)) * scale
+    rows = [
+        row(
+            SamplingParams(
+                seed=rng.getrandbits(63),
+                temperature=rng.choice([1e-9, 0.2, 1.0, 3.0, 50.0]),
+                top_k=rng.choice([0, 0, 1, 7, 400, 4998, 5000]),
+                top_p=rng.choice([1.0, 1.0, 1e-9, 0.3, 0.9, 0.999, 0.9999999]),
+                min_p=rng.choice([0.0, 0.0, 1e-6, 0.05, 1.0]),
+            ),
+            banned_ids=rng.sample(range(4999), rng.choice([0, 3, 4998])),
+        )
+        for _ in range(300)
+    ]
+    natively = pick(logits, rows)
+    monkeypatch.setattr("services.worker.engine.sampler.library.find", lambda: None)
+    assert natively == pick(logits, rows)

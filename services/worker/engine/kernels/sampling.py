@@ -1,0 +1,33 @@
+"""The sampler in C++ for rows on the CPU: the token that the Gumbel noise of sampler.py chooses. See sampler.cpp."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.worker.engine.kernels.library import Library, SampledRow
+from services.worker.engine.request import SamplingParams
+
+_UINT32 = 0xFFFFFFFF
+
+
+def choose(
+    compiled: Library, logits: Tensor, peaks: Sequence[float], params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Token ids of rows at temperatures above 0; `logits` [num_rows, vocab] fp32 are processed, `keys` from noise_keys.
+
+    Meaningless where the peak isn't finite. OSError: there is no memory or thread.
+    """
+    assert logits.is_contiguous()
+    assert logits.dtype == torch.float32
+    num_rows, vocab = logits.shape
+    start, stride = logits.data_ptr(), 4 * vocab
+    rows = (SampledRow * num_rows)()
+    for index, (peak, p, (first, second)) in enumerate(zip(peaks, params, keys, strict=True)):
+        top_k = p.top_k if 0 < p.top_k < vocab else 0
+        rows[index] = SampledRow(start + index * stride, peak, p.temperature, p.top_p, p.min_p, top_k, first & _UINT32, second & _UINT32)
+    code = compiled.functions.forebay_sample(rows, num_rows, vocab, torch.get_num_threads())
+    if code:
+        raise OSError(code, f"sampling {num_rows} rows: {os.strerror(code)}")
+    return [row.token for row in rows]
