@@ -14,7 +14,7 @@ PROTOS := $(wildcard protos/forebay/v1/*.proto)
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine \
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine bench-quality \
   bench-speculation speculation-lossless config-table compose-smoke clean
 
 help: ## This list
@@ -107,6 +107,9 @@ bench-serving: setup ## Load on a running mesh (make up): requests/s, TTFT and I
 
 bench-engine: setup ## Step times of the CPU kernels beside the machine's bounds, as JSON lines
 	@$(BIN)/python -m bench.engine $(ARGS)
+
+bench-quality: setup ## Perplexity, KL and agreement of every level and cache format against fp32, as JSON lines
+	@$(BIN)/python -m bench.quality $(ARGS)
 
 bench-speculation: setup ## Speculation on against off, by kind of answer, as JSON lines (ARGS='--rounds 3', say)
 	@$(BIN)/python -m bench.speculation $(ARGS)

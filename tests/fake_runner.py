@@ -66,13 +66,17 @@ class FakeRunner:
         for position in span.scored:
             self._next(sequence, position + 1)  # reads, as a model would
             result.prompt_logprobs.append(PositionLogprobs(TokenLogprob(sequence.tokens[position + 1], -1.0)))
-        tokens = [self._next(sequence, position + 1) for position in span.sampled]
-        logprobs = [PositionLogprobs(TokenLogprob(token, -1.0)) if sequence.sampling.logprobs is not None else None for token in tokens]
         if span.samples:
-            take_run(span, list(map(Sample, tokens, logprobs)), result)
+            take_run(span, [self._sample(sequence, position + 1) for position in span.sampled], result)
         return result
 
-    def _next(self, sequence: Sequence, num_tokens: int) -> int:
+    def _sample(self, sequence: Sequence, num_tokens: int) -> Sample:
+        token = self._next(sequence, num_tokens)
+        if token is None:
+            return Sample(-1, error="every token is banned", unsatisfiable=True)
+        return Sample(token, PositionLogprobs(TokenLogprob(token, -1.0)) if sequence.sampling.logprobs is not None else None)
+
+    def _next(self, sequence: Sequence, num_tokens: int) -> int | None:
         """The token behind the first `num_tokens`, by what the blocks say about them."""
         size = self.block_size
         read = array("i")
@@ -83,15 +87,19 @@ class FakeRunner:
         return next_token(read, sequence, self.vocab_size, self.model, num_drafts=max(0, num_tokens - sequence.num_tokens))
 
 
-def next_token(context: "array[int]", sequence: Sequence, vocab_size: int, model: str = "", *, num_drafts: int = 0) -> int:
-    """A hash of the context and, where the request samples, of seed and choice."""
+def next_token(context: "array[int]", sequence: Sequence, vocab_size: int, model: str = "", *, num_drafts: int = 0) -> int | None:
+    """None where none is allowed; else a hash of the context and, where the request samples, of seed and choice."""
     sampling = sequence.sampling
     salt = f"{model}/{sampling.seed}/{sequence.choice_index}" if sampling.temperature > 0 else model
     digest = hashlib.blake2b(context.tobytes(), key=salt.encode(), digest_size=8).digest()
     token = int.from_bytes(digest, "little") % vocab_size
-    while token in sequence.banned_ids(num_drafts) or sampling.logit_bias.get(token, 0) <= -100:
+    allowed = None if sequence.grammar is None else sequence.grammar.masks(list(context)[sequence.num_tokens :])[-1]
+    for _ in range(vocab_size):
+        banned = token in sequence.banned_ids(num_drafts) or sampling.logit_bias.get(token, 0) <= -100
+        if not banned and (allowed is None or allowed[token // 8] >> token % 8 & 1):
+            return token
         token = (token + 1) % vocab_size
-    return token
+    return None
 
 
 def fake_engine(
@@ -113,6 +121,7 @@ def fake_engine(
         model=model,
         before_execute=before_execute,
     )
+    # No time passes: copies always pay.
     return Engine(
         runner,
         config,
@@ -120,5 +129,5 @@ def fake_engine(
         eos_token_ids=eos_token_ids,
         model_version=model,
         speculator=speculator,
-        clock=lambda: 0.0,  # no time passes: copies always pay
+        clock=lambda: 0.0,
     )

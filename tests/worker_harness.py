@@ -240,8 +240,8 @@ async def serving(
     num_blocks: int = 64,
     max_sequences: int = 8,
     max_step_tokens: int = 64,
-    host_blocks: int = 0,
     speculator: Speculator | None = None,
+    host_blocks: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Harness]:
     """A worker on free ports, stopped at the end."""

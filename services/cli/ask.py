@@ -71,6 +71,7 @@ async def ask(target: client.Target, request: inference_pb2.ChatRequest, answer:
 
 async def _stream(target: client.Target, request: inference_pb2.ChatRequest, answer: Answer, *, show: bool) -> None:
     start = time.perf_counter()
+    thinking = False  # a thought is shown before the answer, and isn't part of it
     async with target.channel() as channel:
         async for event in inference_pb2_grpc.InferenceServiceStub(channel).Chat(request, metadata=target.metadata):
             match event.WhichOneof("event"):
@@ -81,9 +82,11 @@ async def _stream(target: client.Target, request: inference_pb2.ChatRequest, ans
                 case "delta":
                     if not answer.ttft_seconds and event.delta.token_ids:
                         answer.ttft_seconds = time.perf_counter() - start
+                    gap = "\n\n" if thinking and event.delta.text else ""
+                    thinking = bool(event.delta.reasoning) or (thinking and not event.delta.text)
                     answer.text += event.delta.text
                     if show:
-                        print(event.delta.text, end="", flush=True)
+                        print(event.delta.reasoning + gap + event.delta.text, end="", flush=True)
                 case "finished":
                     usage = event.finished.usage
                     answer.finish_reason = types_pb2.FinishReason.Name(event.finished.reasons[0]).removeprefix("FINISH_REASON_").lower()

@@ -6,6 +6,7 @@ Owns failover without lost or doubled tokens, and the end of the lease. Knows to
 import asyncio
 import hashlib
 import hmac
+import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from services.common.errors import Code, StatusError, from_rpc, unavailable
 from services.gateway.mesh import Mesh
 from services.gateway.placing import Deadline, Placement
 from services.gateway.request import Generation
+from services.text.grammar import Grammar
 
 _log = log.get(__name__)
 
@@ -315,4 +317,19 @@ def _engine_sampling(generation: Generation) -> types_pb2.SamplingParams:
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         speculation=sampling.speculation,
+        grammar=None if sampling.grammar is None else _grammar(sampling.grammar),
     )
+
+
+def _grammar(grammar: Grammar) -> types_pb2.Grammar:
+    match grammar.kind:
+        case "json_object":
+            return types_pb2.Grammar(json_object=True)
+        case "choice":
+            return types_pb2.Grammar(choice=types_pb2.Choices(choices=json.loads(grammar.text)))
+        case "json_schema":
+            return types_pb2.Grammar(json_schema=grammar.text)
+        case "regex":
+            return types_pb2.Grammar(regex=grammar.text)
+        case "lark":
+            return types_pb2.Grammar(lark=grammar.text)

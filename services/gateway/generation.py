@@ -3,6 +3,7 @@
 Turns the mesh's tokens into text, cuts at stop strings, names log-probabilities' tokens, and counts. Knows no face's format.
 """
 
+import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -14,6 +15,7 @@ from services.gateway.client import MeshCall
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import CLASS_NAMES, GatewayMetrics, Observation
 from services.gateway.request import Generation
+from services.gateway.text.reply import CallPart, Reply
 from services.gateway.text.stream import Piece, TextStream
 
 _log = log.get(__name__)
@@ -69,6 +71,7 @@ class _Run:
         self._call = call
         self._tokenizer = generation.model.tokenizer
         self._texts = [TextStream(self._tokenizer, generation.sampling.stop) for _ in range(generation.sampling.n)]
+        self._replies = [Reply(generation.reply) for _ in self._texts]
 
     async def events(self) -> AsyncGenerator[Event]:
         async with aclosing(self._call.events()) as events:
@@ -80,7 +83,7 @@ class _Run:
                 else:
                     for delta in self._deltas(event):
                         yield delta
-        reasons = [choice.finish_reason for choice in self._call.choices]
+        reasons = [_reason(choice.finish_reason, reply) for choice, reply in zip(self._call.choices, self._replies, strict=True)]
         yield inference_pb2.Finished(reasons=reasons, usage=self._call.usage())
 
     def _started(self, fingerprint: str) -> inference_pb2.Started:
@@ -104,10 +107,16 @@ class _Run:
         piece = self._piece(news)
         if piece.stopped:
             self._call.end_choice(news.choice_index, news.first_position + len(piece.token_ids))
-        if piece.text or piece.token_ids or news.prompt_logprobs:
+        reply = self._replies[news.choice_index]
+        parts = reply.push(piece.text)
+        if piece.stopped or news.finish_reason:
+            parts += reply.finish()
+        if parts or piece.token_ids or news.prompt_logprobs:
             yield inference_pb2.Delta(
                 choice_index=news.choice_index,
-                text=piece.text,
+                text="".join(part.content for part in parts),
+                reasoning="".join(part.reasoning for part in parts),
+                tool_calls=[_call_delta(part.call) for part in parts if part.call is not None],
                 token_ids=piece.token_ids,
                 first_position=news.first_position,
                 logprobs=[self._named(entry) for entry in news.logprobs[: len(piece.token_ids)]],
@@ -118,7 +127,7 @@ class _Run:
         """The text of new tokens. The token that an engine stopped at is delivered and counted, but is no text."""
         stream = self._texts[news.choice_index]
         ids = list(news.token_ids)
-        end = ids[-1:] if news.finish_reason == types_pb2.FINISH_REASON_STOP else []
+        end = ids[-1:] if news.finish_reason == types_pb2.FINISH_REASON_STOP and not news.grammar_complete else []
         piece = stream.push(ids[: len(ids) - len(end)])
         if piece.stopped or news.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED:
             return piece
@@ -130,3 +139,13 @@ class _Run:
             token.text_bytes = self._tokenizer.token_bytes(token.token_id)
             token.text = self._tokenizer.token_text(token.token_id)
         return entry
+
+
+def _call_delta(part: CallPart) -> inference_pb2.ToolCallDelta:
+    call_id = f"call_{secrets.token_hex(12)}" if part.name else ""
+    return inference_pb2.ToolCallDelta(index=part.index, id=call_id, name=part.name, arguments=part.arguments)
+
+
+def _reason(reason: types_pb2.FinishReason.ValueType, reply: Reply) -> types_pb2.FinishReason.ValueType:
+    called = reason == types_pb2.FINISH_REASON_STOP and reply.num_calls > 0
+    return types_pb2.FINISH_REASON_TOOL_CALLS if called else reason

@@ -10,16 +10,16 @@ from typing import Self
 from forebay.v1 import admin_pb2, scheduler_pb2
 from services.common import log
 from services.common.errors import Code, FieldViolation, StatusError
-from services.gateway.text import gguf_vocabulary, hf_folder
-from services.gateway.text.gguf_metadata import ModelError, read_metadata
 from services.gateway.text.template import ChatTemplate
-from services.gateway.text.tokenizer import SpecialTokens, Tokenizer
+from services.text import model_files
+from services.text.compiler import Compiler
+from services.text.gguf_metadata import ModelError
+from services.text.tokenizer import SpecialTokens, Tokenizer
 
 _log = log.get(__name__)
 
 _MAX_NAME_CHARS = 128
 _MAX_NAMED = 10  # models in an error
-_GGUF_FIELDS = frozenset(("general.architecture", "tokenizer.chat_template"))
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class ServedModel:
     context_len: int  # tokens, by its own files
     vocab_size: int
     created: int  # seconds since the epoch at which the gateway took it up
+    compiler: Compiler  # of grammars
     level: str = ""  # empty: no worker has shown it yet
     version: str = ""  # empty: no worker has shown it yet
     max_model_len: int = 0  # tokens: the longest of any worker; context_len while none is known
@@ -127,42 +128,24 @@ def load_model(path: Path, name: str, aliases: Sequence[str] = ()) -> ServedMode
     for text in (name, *aliases):
         if not text or len(text) > _MAX_NAME_CHARS or not text.isprintable() or "@" in text:
             raise ModelError(f"{text!r} can't be a model's name: 1 to {_MAX_NAME_CHARS} printable characters without '@'")
-    if not path.exists():
-        raise ModelError(f"{path}: there is no such file or folder")
-    read = _read_folder if path.is_dir() else _read_gguf
-    tokenizer, template_source, context_len, vocab_size = read(path)
+    files = model_files.read(path)
     return ServedModel(
         name=name,
         aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias != name),
-        tokenizer=tokenizer,
-        template=_template(name, template_source, tokenizer.special),
-        context_len=context_len,
-        vocab_size=vocab_size,
+        tokenizer=files.tokenizer,
+        template=_template(name, files.template_source, files.tokenizer.special),
+        context_len=files.context_len,
+        vocab_size=files.vocab_size,
         created=int(time.time()),
-        max_model_len=context_len,
+        compiler=Compiler(files.tokenizer, files.vocab_size, _ends(files.tokenizer)),
+        max_model_len=files.context_len,
     )
 
 
-Parts = tuple[Tokenizer, str | None, int, int]
-"""Tokenizer, source of the chat template, context length, vocabulary size."""
-
-
-def _read_folder(path: Path) -> Parts:
-    folder = hf_folder.read(path)
-    return folder.tokenizer, folder.template_source, folder.context_len, folder.vocab_size
-
-
-def _read_gguf(path: Path) -> Parts:
-    metadata = read_metadata(path, lambda key: key in _GGUF_FIELDS or key.startswith("tokenizer.ggml.") or key.endswith(".context_length"))
-    try:
-        tokenizer = gguf_vocabulary.build(metadata)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from None
-    context_len = metadata.get(f"{metadata.get('general.architecture')}.context_length")
-    if not isinstance(context_len, int) or context_len < 1:
-        raise ModelError(f"{path}: its metadata has no context length")
-    source = metadata.get("tokenizer.chat_template")
-    return tokenizer, source if isinstance(source, str) else None, context_len, tokenizer.vocab_size
+def _ends(tokenizer: Tokenizer) -> list[int]:
+    """The end token, as far as the tokenizer names it: to check a grammar, no more of them are needed."""
+    ends = tokenizer.encode(tokenizer.special.eos, add_special=False)
+    return ends if len(ends) == 1 else []
 
 
 def _template(name: str, source: str | None, special: SpecialTokens) -> ChatTemplate | None:

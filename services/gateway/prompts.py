@@ -1,19 +1,23 @@
 """What may stand for a prompt: texts, token ids, or a conversation. Checked before anything is tokenised; knows no tokenizer."""
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from services.common.errors import invalid
-from services.gateway.validator import Field, Limits, check_unicode, token_id_of, validate_label
+from services.gateway import strict_json
+from services.gateway.field import Field, check_unicode
+from services.gateway.validator import Limits, token_id_of, validate_label
 
 MAX_PROMPT_BYTES = 1 << 20
 MAX_PROMPTS = 64
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-_MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_call_id"})
+_MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"})
 _PART_FIELDS = frozenset({"type", "text"})
-_NOT_OFFERED_IN_MESSAGES = frozenset({"tool_calls", "function_call", "audio", "refusal"})
+_NOT_OFFERED_IN_MESSAGES = frozenset({"function_call", "audio", "refusal"})
+_MAX_CALLS = 128  # of one message
 
 Prompt = str | list[int]
 """A text, or token ids that are taken as they are."""
@@ -85,10 +89,14 @@ def check_prompt_length(num_tokens: int, *, limits: Limits, name: str = "prompt"
         )
 
 
-def validate_messages(value: object, *, name: str = "messages") -> list[dict[str, str]]:
-    """A conversation of texts, as OpenAI has it: role, content (a text, or text parts), name and tool_call_id.
+Message = dict[str, Any]
 
-    `developer` becomes `system`, the word that models know. Raises INVALID_ARGUMENT naming the message and its field.
+
+def validate_messages(value: object, *, name: str = "messages") -> list[Message]:
+    """A conversation as templates take it: role, content, and where given name, tool_call_id, reasoning_content and tool_calls.
+
+    Content may come as a text or as text parts; a call's arguments, which come as JSON text, are an object then. `developer` becomes
+    `system`, the word that models know. Raises INVALID_ARGUMENT naming the message and its field.
     """
     entry = Field(name, value)
     if value is None:
@@ -100,10 +108,15 @@ def validate_messages(value: object, *, name: str = "messages") -> list[dict[str
     if len(value) > MAX_MESSAGES:
         raise entry.refuse(f"may have at most {MAX_MESSAGES} messages")
     messages = [_message(Field(f"{name}[{index}]", item)) for index, item in enumerate(value)]
-    num_bytes = sum(len(text.encode()) for message in messages for text in message.values())
+    num_bytes = sum(map(num_bytes_of, messages))
     if num_bytes > MAX_PROMPT_BYTES:
         raise invalid(name, f"{name} has {num_bytes} bytes of text: it may have at most {MAX_PROMPT_BYTES}; send less")
     return messages
+
+
+def num_bytes_of(message: Message) -> int:
+    """A message's text."""
+    return sum(len((value if isinstance(value, str) else json.dumps(value)).encode()) for value in message.values())
 
 
 def unknown_message_fields(value: object, name: str = "messages") -> list[str]:
@@ -123,7 +136,7 @@ def _others(value: Mapping[str, object], known: frozenset[str], name: str) -> li
     return [f"{name}.{field}" for field in value if field not in known]
 
 
-def _message(entry: Field) -> dict[str, str]:
+def _message(entry: Field) -> Message:
     message = entry.value
     if not isinstance(message, Mapping):
         raise entry.refuse("must be an object with role and content")
@@ -133,14 +146,51 @@ def _message(entry: Field) -> dict[str, str]:
     for name in _NOT_OFFERED_IN_MESSAGES:
         if message.get(name):
             raise invalid(f"{entry.name}.{name}", f"{entry.name}.{name} is not offered by this server: leave it out")
-    out = {
+    calls = _tool_calls(Field(f"{entry.name}.tool_calls", message.get("tool_calls")), role.value)
+    content = message.get("content")
+    out: Message = {
         "role": "system" if role.value == "developer" else role.value,
-        "content": _content(Field(f"{entry.name}.content", message.get("content"))),
+        "content": "" if calls and content is None else _content(Field(f"{entry.name}.content", content)),
     }
+    if calls:
+        out["tool_calls"] = calls
+    if message.get("reasoning_content") is not None:
+        out["reasoning_content"] = _content(Field(f"{entry.name}.reasoning_content", message["reasoning_content"]))
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             out[name] = validate_label(message[name], name=f"{entry.name}.{name}")
     return out
+
+
+def _tool_calls(entry: Field, role: str) -> list[Message]:
+    if entry.value in (None, []):
+        return []
+    if role != "assistant":
+        raise invalid(entry.name, f"{entry.name} are the assistant's: leave them out of the message of another role")
+    if not isinstance(entry.value, list | tuple) or len(entry.value) > _MAX_CALLS:
+        raise entry.refuse(f"must be a list of at most {_MAX_CALLS} calls")
+    return [_tool_call(Field(f"{entry.name}[{index}]", call)) for index, call in enumerate(entry.value)]
+
+
+def _tool_call(entry: Field) -> Message:
+    function = (
+        entry.value.get("function") if isinstance(entry.value, Mapping) and entry.value.get("type", "function") == "function" else None
+    )
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise entry.refuse('must be {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}')
+    arguments = Field(f"{entry.name}.function.arguments", function.get("arguments"))
+    if not isinstance(arguments.value, str):
+        raise arguments.refuse("must be JSON text")
+    check_unicode(arguments)
+    try:
+        value = strict_json.loads(arguments.value)
+    except ValueError as error:
+        raise invalid(arguments.name, f"{arguments.name} {error}") from None
+    if not isinstance(value, dict):
+        raise invalid(arguments.name, f"{arguments.name} must be the JSON text of an object")
+    name = validate_label(function["name"], name=f"{entry.name}.function.name")
+    call_id = validate_label(entry.value.get("id"), name=f"{entry.name}.id")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}
 
 
 def _content(entry: Field) -> str:

@@ -14,9 +14,16 @@ from typing import TypeAlias, TypeVar
 from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError, invalid, unavailable
 from services.gateway.auth import Caller
+from services.gateway.field import shown
 from services.gateway.models import ServedModel
-from services.gateway.prompts import Prompt, check_prompt_length, validate_messages, validate_prompts
-from services.gateway.validator import Limits, Sampling, shown, validate_label, validate_sampling
+from services.gateway.prompts import Prompt, check_prompt_length, num_bytes_of, validate_messages, validate_prompts
+from services.gateway.text.reply import PLAIN, ReplyForm
+from services.gateway.text.template import ChatTemplate
+from services.gateway.text.tool_format import tool_grammar
+from services.gateway.tools import Tool, validate_tools
+from services.gateway.validator import Limits, Sampling, validate_label, validate_sampling
+from services.text.compiler import CompilerBusy, GrammarError
+from services.text.grammar import Grammar
 
 LatencyClass: TypeAlias = types_pb2.LatencyClass.ValueType
 REALTIME, STANDARD, BATCH = types_pb2.LATENCY_CLASS_REALTIME, types_pb2.LATENCY_CLASS_STANDARD, types_pb2.LATENCY_CLASS_BATCH
@@ -57,6 +64,17 @@ class Generation:
     echo: bool
     label: str
     deadline_seconds: float  # from admission
+    reply: ReplyForm = PLAIN  # what is taken out of the text
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What a chat says beside its messages and sampling, unchecked: as OpenAI has it."""
+
+    tools: object = None
+    tool_choice: object = None
+    parallel_tool_calls: object = None
+    enable_thinking: object = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,7 @@ async def admit_completion(envelope: Envelope, prompt: object, fields: Mapping[s
 
     Raises INVALID_ARGUMENT naming the client's field; UNAVAILABLE while no worker has shown the model; DEADLINE_EXCEEDED.
     """
-    head = _admit_head(envelope, fields)
+    head = await _admit_head(envelope, fields)
     prompts = validate_prompts(prompt, limits=envelope.limits, name=envelope.name("prompt"))
     tokenizer = envelope.model.tokenizer
 
@@ -114,11 +132,47 @@ def _check_scores(sampling: Sampling, num_prompt_tokens: int, name: str) -> None
         )
 
 
-async def admit_chat(envelope: Envelope, messages: object, fields: Mapping[str, object]) -> Generation:
+async def admit_chat(envelope: Envelope, messages: object, fields: Mapping[str, object], options: ChatOptions | None = None) -> Generation:
     """The generation that answers a conversation: `messages` as OpenAI's, unchecked. Raises as admit_completion."""
-    head = _admit_head(envelope, fields)
-    text, ids = await _rendered(envelope.model, messages, envelope.name("messages"))
-    return head.generation(text, ids, envelope.name("messages"))
+    options = options or ChatOptions()
+    template = _template(envelope.model)
+    use = validate_tools(options.tools, options.tool_choice, options.parallel_tool_calls, envelope.names)
+    if use is not None:
+        if fields.get("grammar") is not None:
+            name = envelope.name("grammar")
+            raise invalid(name, f"{name} and tools both say what the output is: send one of them, or tool_choice none")
+        if template.tool_format is None:
+            raise invalid("tools", f"{envelope.model.name} writes calls of tools in a form that isn't known here: leave tools out")
+        fields = {**fields, "grammar": tool_grammar(template.tool_format, use)}
+    forced = "tool_choice" if use is not None and use.required else envelope.name("grammar") if fields.get("grammar") and not use else None
+    thinking = _thinking(template, options.enable_thinking, forced, envelope.model.name)
+    head = await _admit_head(envelope, fields)
+    shown = () if use is None else use.tools
+    text, ids = await _rendered(envelope.model, messages, envelope.name("messages"), tools=shown, enable_thinking=thinking)
+    generation = head.generation(text, ids, envelope.name("messages"))
+    tool_format = None if use is None else template.tool_format
+    form = ReplyForm(tool_format, thinks=template.can_think, begins_thinking=template.can_think and text.rstrip().endswith("<think>"))
+    return replace(generation, reply=form)
+
+
+def _thinking(template: ChatTemplate, wanted: object, forced: str | None, model: str) -> bool | None:
+    """The template's switch. What forces the reply's form (`forced`, a field) leaves no room for a thought."""
+    name = "enable_thinking"
+    if wanted is None:
+        return False if forced is not None and template.has_thinking_switch else None
+    if not isinstance(wanted, bool):
+        raise invalid(name, f"{name} is {shown(wanted)}: it must be true or false")
+    if not template.has_thinking_switch:
+        raise invalid(name, f"{name} is given, and the chat template of {model} has no such switch: leave it out")
+    if wanted and forced is not None:
+        raise invalid(name, f"{name} is true: it can't go with {forced}, which leaves no room for a thought")
+    return wanted
+
+
+def _template(model: ServedModel) -> ChatTemplate:
+    if model.template is None:
+        raise invalid("model", f"{model.name} has no chat template: send a prompt to the completions endpoint instead")
+    return model.template
 
 
 async def count_tokens(
@@ -179,9 +233,9 @@ class _Head:
         )
 
 
-def _admit_head(envelope: Envelope, fields: Mapping[str, object]) -> _Head:
+async def _admit_head(envelope: Envelope, fields: Mapping[str, object]) -> _Head:
     """All that can be refused before the prompt is looked at."""
-    validate_sampling(fields, limits=envelope.limits, names=envelope.names)
+    sampling = validate_sampling(fields, limits=envelope.limits, names=envelope.names)
     label = validate_label(envelope.label, name=envelope.name("label"))
     resolved = STANDARD if envelope.latency_class == types_pb2.LATENCY_CLASS_UNSPECIFIED else envelope.latency_class
     if resolved not in DEADLINE_SECONDS:
@@ -190,7 +244,21 @@ def _admit_head(envelope: Envelope, fields: Mapping[str, object]) -> _Head:
     deadline = _deadline(envelope.deadline_seconds, resolved)
     if not envelope.model.version:
         raise unavailable(f"no worker has loaded {envelope.model.name} yet: try again", reason="NO_WORKER")
+    if sampling.grammar is not None:
+        await _check_grammar(envelope, sampling.grammar)
+        fields = {**fields, "grammar": sampling.grammar}
     return _Head(envelope, fields, resolved, deadline, label)
+
+
+async def _check_grammar(envelope: Envelope, grammar: Grammar) -> None:
+    """Compiles it, as the worker will: what it refuses is refused before anything is placed."""
+    name = envelope.name("grammar")
+    try:
+        await envelope.model.compiler.compile(grammar)
+    except GrammarError as error:
+        raise invalid(name, f"{name} can't be enforced: {error}") from None
+    except CompilerBusy as error:
+        raise unavailable(f"{error}: try again", reason="TOO_MANY_GRAMMARS") from None
 
 
 def _deadline(seconds: float | None, resolved: LatencyClass) -> float:
@@ -201,19 +269,19 @@ def _deadline(seconds: float | None, resolved: LatencyClass) -> float:
     return min(seconds, _MAX_DEADLINE_SECONDS)
 
 
-async def _rendered(model: ServedModel, messages: object, name: str) -> tuple[str, list[int]]:
+async def _rendered(
+    model: ServedModel, messages: object, name: str, *, tools: Sequence[Tool] = (), enable_thinking: bool | None = None
+) -> tuple[str, list[int]]:
     """A conversation's prompt, as text and as ids."""
     conversation = validate_messages(messages, name=name)
-    template = model.template
-    if template is None:
-        raise invalid("model", f"{model.name} has no chat template: send a prompt to the completions endpoint instead")
+    template = _template(model)
 
     def render() -> tuple[str, list[int]]:
-        text = template.render(conversation, name=name)
+        text = template.render(conversation, tools=tools, enable_thinking=enable_thinking, name=name)
         # The template has put the special tokens in.
         return text, model.tokenizer.encode(text, add_special=False)
 
-    return await _aside(render, sum(len(message["content"]) for message in conversation))
+    return await _aside(render, sum(map(num_bytes_of, conversation)) + sum(len(tool.description) for tool in tools))
 
 
 async def _aside(work: Callable[[], Result], num_chars: int) -> Result:

@@ -10,11 +10,12 @@ import grpc
 from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from services.common import rpc
 from services.common.errors import Code, StatusError, invalid
+from services.gateway import strict_json
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Event, Generations
 from services.gateway.interceptor import Edge, caller
 from services.gateway.models import ServedModel
-from services.gateway.request import Envelope, admit_chat, admit_completion, count_tokens
+from services.gateway.request import ChatOptions, Envelope, admit_chat, admit_completion, count_tokens
 
 SERVICE_NAMES = [
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
@@ -59,7 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """See inference.proto."""
         model = self._gateway.catalogue.resolve(request.model)
         envelope = self._envelope(request, context, model)
-        generation = await admit_chat(envelope, _messages(request.messages), sampling_fields(request.sampling))
+        generation = await admit_chat(envelope, _messages(request.messages), sampling_fields(request.sampling), _options(request))
         await self._stream(self._generations.run(generation), context, inference_pb2.ChatResponse)
 
     async def CountTokens(self, request: inference_pb2.CountTokensRequest, _: Context) -> inference_pb2.CountTokensResponse:
@@ -132,11 +133,20 @@ def sampling_fields(sampling: types_pb2.SamplingParams) -> Mapping[str, object]:
     for descriptor, value in sampling.ListFields():
         if descriptor.name == "logit_bias":
             fields["logit_bias"] = dict(value)
+        elif descriptor.name == "grammar":
+            fields["grammar"] = _grammar(value)
         elif descriptor.name in ("stop", "stop_token_ids"):
             fields[descriptor.name] = list(value)
         else:
             fields[descriptor.name] = value
     return fields
+
+
+def _grammar(grammar: types_pb2.Grammar) -> Mapping[str, object]:
+    kind = grammar.WhichOneof("kind")
+    if kind is None:
+        return {}
+    return {kind: list(grammar.choice.choices) if kind == "choice" else getattr(grammar, kind)}
 
 
 def _deadline(context: Context) -> float | None:
@@ -147,10 +157,52 @@ def _deadline(context: Context) -> float | None:
     return seconds
 
 
-def _messages(messages: Sequence[inference_pb2.ChatMessage]) -> list[dict[str, str]]:
+def _messages(messages: Sequence[inference_pb2.ChatMessage]) -> list[dict[str, Any]]:
+    """As OpenAI has them."""
     return [
-        {"role": message.role, "content": message.content, **({"name": message.name} if message.name else {})} for message in messages
-    ]  # fmt: skip
+        {
+            "role": message.role,
+            "content": message.content,
+            "tool_calls": [{"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in message.tool_calls],
+            "name": message.name or None,
+            "tool_call_id": message.tool_call_id or None,
+            "reasoning_content": message.reasoning or None,
+        }
+        for message in messages
+    ]
+
+
+_TOOL_MODES = {
+    inference_pb2.TOOL_MODE_UNSPECIFIED: None,
+    inference_pb2.TOOL_MODE_NONE: "none",
+    inference_pb2.TOOL_MODE_AUTO: "auto",
+    inference_pb2.TOOL_MODE_REQUIRED: "required",
+}
+
+
+def _options(request: inference_pb2.ChatRequest) -> ChatOptions:
+    """As OpenAI has them."""
+    if request.tool_mode not in _TOOL_MODES:
+        raise invalid("tool_mode", f"tool_mode is {request.tool_mode}: use NONE (1), AUTO (2) or REQUIRED (3)")
+    choice: object = _TOOL_MODES[request.tool_mode]
+    if request.tool_name:
+        if choice is not None:
+            raise invalid("tool_name", "tool_name says what is called: leave tool_mode unspecified")
+        choice = {"type": "function", "function": {"name": request.tool_name}}
+    return ChatOptions(
+        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(request.tools)],
+        tool_choice=choice,
+        parallel_tool_calls=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else None,
+        enable_thinking=request.enable_thinking if request.HasField("enable_thinking") else None,
+    )
+
+
+def _tool(name: str, tool: inference_pb2.Tool) -> dict[str, Any]:
+    try:
+        parameters = strict_json.loads(tool.parameters) if tool.parameters else None
+    except ValueError as error:
+        raise invalid(f"{name}.parameters", f"{name}.parameters {error}") from None
+    return {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": parameters}}
 
 
 def _wrapped(event: Event, response: type[Response]) -> Response:

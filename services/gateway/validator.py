@@ -7,11 +7,14 @@ Takes plain JSON-like values, strictly: a boolean is no number, a string no inte
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.errors import StatusError, invalid
+from services.common.errors import invalid
+from services.gateway.field import Field, check_unicode, shown
+from services.gateway.grammar_field import check_grammar
+from services.text.grammar import Grammar
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -65,35 +68,7 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     speculation: bool = True
-
-
-@dataclass(frozen=True)
-class Field:
-    """One field as its client calls it, and what came in it."""
-
-    name: str
-    value: Any
-
-    def refuse(self, rule: str) -> StatusError:
-        """`rule` goes on after "NAME is VALUE: it ..."."""
-        return invalid(self.name, f"{self.name} is {shown(self.value)}: it {rule}")
-
-
-def shown(value: object) -> str:
-    """A client's value as an error quotes it: ASCII, and never long."""
-    if isinstance(value, str):
-        return ascii(value) if len(value) <= 64 else f"a string of {len(value)} characters"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, int):
-        return str(value) if abs(value) < 10**30 else "a number of more than 30 digits"
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return f"an object with {len(value)} entries"
-    if isinstance(value, Sequence):
-        return f"a list of {len(value)}"
-    return f"a {type(value).__name__}"
+    grammar: Grammar | None = None
 
 
 def whole(low: int, high: int) -> Callable[[Field, Limits], int]:
@@ -231,6 +206,7 @@ _TABLE: Mapping[str, Callable[[Field, Limits], Any]] = {
     "n": whole(1, MAX_CHOICES),
     "logprobs": whole(0, MAX_LOGPROBS),
     "prompt_logprobs": whole(0, MAX_LOGPROBS),
+    "grammar": lambda entry, _: check_grammar(entry),
     "best_of": whole(1, MAX_CHOICES),
     "speculation": flag,
 }
@@ -250,6 +226,8 @@ def validate_sampling(fields: Mapping[str, object], *, limits: Limits, names: Ma
     if values.get("min_tokens", 0) > values["max_tokens"]:
         bound = "max_tokens" if "max_tokens" in given else "the tokens there is room for"
         raise given["min_tokens"].refuse(f"must be at most {names.get('max_tokens', bound)}, {values['max_tokens']}")
+    if values.get("ignore_eos") and "grammar" in values:
+        raise given["ignore_eos"].refuse(f"can't go with {given['grammar'].name}, which says where the output ends")
     best_of, n = values.pop("best_of", None), values.get("n", 1)
     if best_of is not None and best_of < n:
         raise given["best_of"].refuse(f"must be at least n, {n}")
@@ -272,12 +250,3 @@ def validate_label(value: object, *, name: str = "label") -> str:
     if not value.isprintable():
         raise entry.refuse("must not have control characters or line breaks")
     return value
-
-
-def check_unicode(entry: Field) -> bytes:
-    """The text in UTF-8; half of a surrogate pair has none."""
-    try:
-        encoded: bytes = entry.value.encode()
-    except UnicodeEncodeError as error:
-        raise invalid(entry.name, f"{entry.name} has half a surrogate pair at character {error.start}: send whole characters") from None
-    return encoded

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
 from services.common.errors import Code, StatusError, unavailable
+from services.worker.engine.grammar import Grammar
 from services.worker.engine.request import EngineRequest, FinishReason, TokenOutput
 from services.worker.engine_loop import EngineLoop
 from services.worker.metrics import Metrics
@@ -123,11 +124,11 @@ class Leases:
     def __len__(self) -> int:
         return len(self._live)
 
-    def admit(self, message: worker_pb2.WorkerServiceGenerateRequest) -> Lease:
-        """Hands a request to the engine. StatusError: stale epoch, bad value, too large, no room, draining."""
+    def admit(self, message: worker_pb2.WorkerServiceGenerateRequest, grammar: Grammar | None = None) -> Lease:
+        """Hands a request and its compiled grammar to the engine. StatusError: stale epoch, bad value, too large, no room, draining."""
         if self.draining:
             raise unavailable("this worker is draining; place again", reason="DRAINING")
-        request = to_engine(message, self._served, f"{message.request_id}#{message.epoch}")
+        request = to_engine(message, self._served, f"{message.request_id}#{message.epoch}", grammar)
         self._supersede(message.request_id, message.epoch)
         lease = Lease(
             message.request_id,

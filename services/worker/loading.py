@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,9 @@ import torch
 from services.common import log
 from services.common.process import announce
 from services.common.settings import SettingsError
+from services.text import model_files
+from services.text.compiler import Compiler
+from services.text.gguf_metadata import ModelError
 from services.worker.engine import backend
 from services.worker.engine.config import EngineConfig, ModelConfig, Verification
 from services.worker.engine.engine import Engine
@@ -137,11 +141,22 @@ def _load(settings: WorkerSettings) -> tuple[Engine, Served]:
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         max_model_len=min(engine.max_model_len, config.num_blocks * config.block_size),
+        compiler=_compiler(path, engine.vocab_size, model.eos_token_ids),
     )
     _logger.info(
         "loaded", model=served.model, version=served.version, num_blocks=config.num_blocks, seconds=round(time.monotonic() - started, 2)
     )
     return engine, served
+
+
+def _compiler(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Compiler | None:
+    """None, and a warning, where the tokenizer can't be read: the model still serves token ids."""
+    try:
+        tokenizer = model_files.read(path).tokenizer
+    except ModelError as error:
+        _logger.warning("no_grammars", why=str(error))
+        return None
+    return Compiler(tokenizer, vocab_size, [token_id for token_id in eos_token_ids if token_id < vocab_size])
 
 
 def _check_device(device: str) -> None:

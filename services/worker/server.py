@@ -8,6 +8,7 @@ import grpc
 from forebay.v1 import worker_pb2, worker_pb2_grpc
 from services.common import errors
 from services.common.errors import Code, StatusError
+from services.worker.grammars import compiled
 from services.worker.leases import Lease, Leases
 from services.worker.outbox import News, Pace
 from services.worker.wire import Served, check_target
@@ -38,7 +39,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         try:
             deadline = _deadline(context)
             check_target(request, self._served, self._incarnation)
-            lease = self._leases.admit(request)
+            lease = self._leases.admit(request, await compiled(request.sampling, self._served.compiler))
         except StatusError as error:
             await errors.abort(context, error)
         # The call's own end frees the blocks even where this coroutine is kept from its `finally`.

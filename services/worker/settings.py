@@ -37,16 +37,16 @@ class WorkerSettings(ServiceSettings):
     max_model_len: int | None = Field(None, ge=2, description="longest sequence in tokens; default: the model's, or what the cache holds")
     num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a step; default: one per core")
     prefix_cache: bool = Field(True, description="keep the blocks of ended sequences for prompts that begin alike")
-    host_memory: ByteSize = Field(
-        ByteSize(0),
-        ge=0,
-        description="host memory for blocks that the prefix cache evicts, such as 8GiB; beside a CPU's cache, more kv_memory is better",
-    )
     speculation: int | None = Field(
         None, ge=0, le=64, description="most draft tokens per sequence and step, 0: none; default: 8 on a CPU, none elsewhere"
     )
     verification: Verification = Field(
         Verification.GUMBEL, description="gumbel: drafts change no token of a seed; rejection: they don't change the distribution"
+    )
+    host_memory: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        description="host memory for blocks that the prefix cache evicts, such as 8GiB; beside a CPU's cache, more kv_memory is better",
     )
     drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, how long running requests may go on")
 

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from forebay.v1 import types_pb2, worker_pb2
 from services.common.errors import Code, StatusError, invalid
+from services.text.compiler import Compiler
+from services.worker.engine.grammar import Grammar
 from services.worker.engine.request import EngineRequest, FinishReason, SamplingParams, TokenLogprob, TokenOutput
 
 _NO_DRAFT, _REFUSED, _ACCEPTED = 0, 1, 2  # verdicts, as worker.proto says
@@ -20,6 +22,7 @@ SALT_BYTES = 32
 
 FINISH_REASONS = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.COMPLETE: types_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
     FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
@@ -39,6 +42,7 @@ class Served:
     block_size: int
     num_blocks: int
     max_model_len: int
+    compiler: Compiler | None = None  # None: the model's files have no tokenizer that grammars could be compiled for
 
 
 def check_target(request: worker_pb2.WorkerServiceGenerateRequest, served: Served, incarnation: str) -> None:
@@ -56,7 +60,9 @@ def check_target(request: worker_pb2.WorkerServiceGenerateRequest, served: Serve
         raise StatusError(Code.FAILED_PRECONDITION, message, reason="MODEL_VERSION")
 
 
-def to_engine(request: worker_pb2.WorkerServiceGenerateRequest, served: Served, engine_id: str) -> EngineRequest:
+def to_engine(
+    request: worker_pb2.WorkerServiceGenerateRequest, served: Served, engine_id: str, grammar: Grammar | None = None
+) -> EngineRequest:
     """The engine's request, every bound checked. StatusError INVALID_ARGUMENT names field, value and limit."""
     if not 0 < len(request.request_id) <= MAX_ID_LENGTH:
         raise invalid("request_id", f"request_id must have 1 to {MAX_ID_LENGTH} characters, not {len(request.request_id)}")
@@ -81,6 +87,7 @@ def to_engine(request: worker_pb2.WorkerServiceGenerateRequest, served: Served, 
         cache_salt=request.cache_salt,
         delivered=delivered,
         finished_choices=finished,
+        grammar=grammar,
     )
 
 
@@ -99,6 +106,7 @@ def append(delta: worker_pb2.TokenDelta, output: TokenOutput) -> None:
             )
     if output.finish_reason is not None:
         delta.finish_reason = FINISH_REASONS[output.finish_reason]
+        delta.grammar_complete = output.finish_reason is FinishReason.COMPLETE
 
 
 def size(output: TokenOutput) -> int:

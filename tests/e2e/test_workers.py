@@ -1,6 +1,7 @@
 """A mesh of two models with two workers each: every model answers by its name, every worker works, and any process may be killed."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -67,15 +68,16 @@ def operator(fleet_mesh: meshes.Mesh) -> Iterator[meshes.Operator]:
         yield operator
 
 
-async def _streams(mesh: meshes.Mesh, started: asyncio.Event | None = None) -> Streams:
+async def _streams(mesh: meshes.Mesh, started: asyncio.Event | None = None, grammar: types_pb2.Grammar | None = None) -> Streams:
     """Greedy and seeded streams at once; the event is set when all of them have tokens."""
+    end: dict[str, Any] = {"ignore_eos": True} if grammar is None else {"grammar": grammar}
     sampling: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.2, "top_p": 0.9}]
     running = set()
     async with grpc.aio.insecure_channel(mesh.grpc_address) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
 
         async def one(number: int) -> tuple[list[int], str]:
-            params = types_pb2.SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True, seed=number, **sampling[number % 2])
+            params = types_pb2.SamplingParams(max_tokens=_NUM_TOKENS, seed=number, **end, **sampling[number % 2])
             request = inference_pb2.GenerateRequest(model=mesh.model, text=f"Story number {number}:", sampling=params)
             ids: list[int] = []
             text = ""
@@ -93,10 +95,12 @@ async def _streams(mesh: meshes.Mesh, started: asyncio.Event | None = None) -> S
         return list(await asyncio.gather(*map(one, range(_NUM_STREAMS))))
 
 
-async def _streams_while_killing(mesh: meshes.Mesh, operator: meshes.Operator, process: str, worker: str) -> Streams:
+async def _streams_while_killing(
+    mesh: meshes.Mesh, operator: meshes.Operator, process: str, worker: str, grammar: types_pb2.Grammar | None = None
+) -> Streams:
     """Kills a process when all streams run, some of them on `worker`."""
     started = asyncio.Event()
-    streams = asyncio.ensure_future(_streams(mesh, started))
+    streams = asyncio.ensure_future(_streams(mesh, started, grammar))
     await started.wait()
     await asyncio.to_thread(operator.wait_until, lambda fleet: worker in _busy(fleet), f"{worker} has streams")
     assert not streams.done()
@@ -127,6 +131,17 @@ async def test_streams_survive_a_killed_worker_and_a_killed_scheduler(fleet_mesh
     assert await _streams_while_killing(fleet_mesh, operator, "scheduler", "worker-2") == expected
     await asyncio.to_thread(meshes.wait_until, lambda: _is_whole(operator), "the scheduler is back, with its workers", _READY_SECONDS)
     assert await _streams(fleet_mesh) == expected
+
+
+async def test_b42f_json_survives_a_killed_worker(fleet_mesh: meshes.Mesh, operator: meshes.Operator) -> None:
+    numbers = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 24, "maxItems": 24}
+    grammar = types_pb2.Grammar(json_schema=json.dumps(numbers))
+    expected = await _streams(fleet_mesh, grammar=grammar)
+    assert await _streams_while_killing(fleet_mesh, operator, "worker-2", "worker-2", grammar) == expected
+    whole = [json.loads(text) for _, text in expected if text.endswith("]")]
+    assert whole
+    assert all(len(digits) == 24 and all(0 <= digit <= 9 for digit in digits) for digits in whole)
+    await asyncio.to_thread(meshes.wait_until, lambda: _is_whole(operator), "the worker is back", _READY_SECONDS)
 
 
 def _busy(fleet: admin_pb2.GetFleetResponse) -> set[str]:

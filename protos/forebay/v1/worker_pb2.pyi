@@ -200,6 +200,7 @@ class TokenDelta(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     VERDICTS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_COMPLETE_FIELD_NUMBER: _builtins.int
     choice_index: _builtins.int
     """0 .. n-1."""
     first_position: _builtins.int
@@ -208,6 +209,8 @@ class TokenDelta(_message.Message):
     """Set when the choice has ended with these tokens."""
     verdicts: _builtins.bytes
     """One byte per token, as far as there were drafts (missing at the end: 0): 0 no draft, 1 a draft refused, 2 the draft."""
+    grammar_complete: _builtins.bool
+    """With STOP: the grammar ended the choice, so its last token is text as the others are."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, in order."""
@@ -230,10 +233,11 @@ class TokenDelta(_message.Message):
         prompt_logprobs: _abc.Iterable[_types_pb2.PositionLogprobs] | None = ...,
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         verdicts: _builtins.bytes = ...,
+        grammar_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "finish_reason", b"finish_reason", "first_position", b"first_position", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "finish_reason", b"finish_reason", "first_position", b"first_position", "grammar_complete", b"grammar_complete", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

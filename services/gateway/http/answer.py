@@ -1,7 +1,7 @@
 """What both generating endpoints share: several generations as one stream, its collection into one answer, usage, headers."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ TIERS = {
 REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 _MAX_WAITING_EVENTS = 64  # of one answer, between its generations and its reader
 
@@ -67,6 +68,8 @@ class Choice:
     """One choice, whole."""
 
     text: str = ""
+    reasoning: str = ""
+    tool_calls: list[inference_pb2.ToolCallDelta] = field(default_factory=list)  # one each, whole
     reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
     logprobs: list[types_pb2.PositionLogprobs] = field(default_factory=list)
 
@@ -85,6 +88,7 @@ async def collected(events: AsyncGenerator[Numbered], generations: Sequence[Gene
     sizes = [generation.sampling.n for generation in generations]
     choices = [Choice() for _ in range(sum(sizes))]
     texts: list[list[str]] = [[] for _ in choices]
+    thoughts: list[list[str]] = [[] for _ in choices]
     usages: list[types_pb2.Usage] = []
     started: inference_pb2.Started | None = None
     async with aclosing(events):
@@ -96,15 +100,25 @@ async def collected(events: AsyncGenerator[Numbered], generations: Sequence[Gene
                 for index in range(first, first + sizes[number]) if event.prompt_logprobs else ():
                     choices[index].logprobs.extend(event.prompt_logprobs)
                 texts[first + event.choice_index].append(event.text)
+                thoughts[first + event.choice_index].append(event.reasoning)
                 choices[first + event.choice_index].logprobs.extend(event.logprobs)
+                _add_calls(choices[first + event.choice_index], event.tool_calls)
             else:
                 usages.append(event.usage)
                 for index, reason in enumerate(event.reasons):
                     choices[first + index].reason = reason
     assert started is not None, "a generation ended without having started"
-    for choice, pieces in zip(choices, texts, strict=True):
-        choice.text = "".join(pieces)
+    for choice, pieces, thought in zip(choices, texts, thoughts, strict=True):
+        choice.text, choice.reasoning = "".join(pieces), "".join(thought)
     return Answer(started, choices, total(usages))
+
+
+def _add_calls(choice: Choice, pieces: Iterable[inference_pb2.ToolCallDelta]) -> None:
+    for piece in pieces:
+        if piece.name:
+            choice.tool_calls.append(piece)
+        else:
+            choice.tool_calls[piece.index].arguments += piece.arguments
 
 
 def total(usages: Sequence[types_pb2.Usage]) -> types_pb2.Usage:

@@ -64,7 +64,7 @@ class Face:
         include_usage = fields.include_usage(body, streamed=streamed)
         sampling, names = chat.sampling_fields(body)
         envelope = self._envelope(request, body, caller, names=names)
-        generation = await admit_chat(envelope, body.get("messages"), sampling)
+        generation = await admit_chat(envelope, body.get("messages"), sampling, chat.options(body))
         self._announce(request, [generation])
         events = merged(self._generations.run, [generation])
         if streamed:
@@ -78,8 +78,9 @@ class Face:
         body = await self._body(request, fields.COMPLETIONS)
         streamed, echo = fields.flag(body, "stream"), fields.flag(body, "echo")
         include_usage = fields.include_usage(body, streamed=streamed)
-        envelope = self._envelope(request, body, caller, echo=echo)
-        generations = await admit_completion(envelope, body.get("prompt"), completions.sampling_fields(body, echo=echo))
+        sampling, names = completions.sampling_fields(body, echo=echo)
+        envelope = self._envelope(request, body, caller, echo=echo, names=names)
+        generations = await admit_completion(envelope, body.get("prompt"), sampling)
         self._announce(request, generations)
         events = merged(self._generations.run, generations)
         if streamed:

@@ -1,16 +1,15 @@
 """A request's body: bytes within bounds, then strict JSON. Every fault is the client's and says where it is."""
 
 import asyncio
-import json
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from services.common.errors import Code, StatusError
+from services.gateway import strict_json
 from services.gateway.http.errors import HttpError
 
 MAX_BODY_BYTES = 8 << 20
-MAX_DEPTH = 64
 BODY_SECONDS = 30.0
 _PARSE_ASIDE_BYTES = 256 << 10  # larger bodies are parsed in a thread: the event loop has streams to serve
 
@@ -25,19 +24,13 @@ async def read_json(request: Request) -> dict[str, Any]:
 def parse(data: bytes) -> dict[str, Any]:
     """A JSON object. Refuses invalid UTF-8 and JSON, NaN and Infinity, a name given twice, lone surrogates, and deep nesting."""
     try:
-        text = data.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = strict_json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise _bad(f"the body is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from None
-    except json.JSONDecodeError as error:
-        raise _bad(f"the body is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
-    except RecursionError:
-        raise _bad(f"the body is nested deeper than {MAX_DEPTH} levels") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise _bad(f"the body is not JSON that can be used: {error}") from None
+    except ValueError as error:
+        raise _bad(f"the body {error}") from None
     if not isinstance(value, dict):
         raise _bad(f"the body must be a JSON object, not {_kind(value)}")
-    _check_tree(value, check_text="\\u" in text)
     return value
 
 
@@ -73,46 +66,6 @@ async def _read(request: Request) -> bytes:
 
 def _too_large() -> HttpError:
     return HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes: send less", "BODY_TOO_LARGE")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise _bad(f"the name {twice[:64]!a} is given twice in one object")
-    return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise _bad(f"{name} is not a JSON number")
-
-
-def _check_tree(root: dict[str, Any], *, check_text: bool) -> None:
-    """Depth, and (only where the text has escapes at all) that every string can be written as UTF-8."""
-    level: list[Any] = [root]
-    for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                below.extend(value.values())
-                if check_text:
-                    below.extend(value.keys())
-            elif isinstance(value, list):
-                below.extend(item for item in value if check_text or not isinstance(item, str | int | float))
-            elif check_text and isinstance(value, str):
-                _check_text(value)
-        if not below:
-            return
-        level = below
-    raise _bad(f"the body is nested deeper than {MAX_DEPTH} levels")
-
-
-def _check_text(value: str) -> None:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise _bad(f"a string contains the lone surrogate U+{ord(value[error.start]):04X}: escape the whole pair") from None
 
 
 def _kind(value: object) -> str:

@@ -7,17 +7,19 @@ from typing import Any
 
 from forebay.v1 import inference_pb2, types_pb2
 from services.common.errors import invalid
+from services.gateway.field import shown
 from services.gateway.http import sse
-from services.gateway.http.answer import REASONS, TIERS, Answer, Numbered, usage_object
+from services.gateway.http.answer import REASONS, TIERS, Answer, Choice, Numbered, usage_object
 from services.gateway.http.fields import SAMPLING, flag
 from services.gateway.http.logprobs import chat_content
-from services.gateway.request import Generation
+from services.gateway.http.structured import grammar_of
+from services.gateway.request import ChatOptions, Generation
 
 
 def sampling_fields(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The validator's fields of a chat request, and what the client called those that have another name here."""
-    sampling = {name: body[name] for name in SAMPLING if name in body}
-    names: dict[str, str] = {}
+    grammar, names = grammar_of(body)
+    sampling = {name: body[name] for name in SAMPLING if name in body} | grammar
     limit = body.get("max_completion_tokens")
     if limit is not None:
         if body.get("max_tokens") is not None and body["max_tokens"] != limit:
@@ -33,12 +35,28 @@ def sampling_fields(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     return sampling, names
 
 
+def options(body: Mapping[str, Any]) -> ChatOptions:
+    """Tools and thinking. vLLM's chat_template_kwargs may hold enable_thinking, and nothing else."""
+    name = "chat_template_kwargs"
+    kwargs, thinking = body.get(name), body.get("enable_thinking")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise invalid(name, f"{name} is {shown(kwargs)}: it must be an object")
+    for key in kwargs or ():
+        if key != "enable_thinking":
+            raise invalid(f"{name}.{key[:64]}", f"{name}.{key[:64]!a} is not offered: enable_thinking is")
+    if kwargs and kwargs["enable_thinking"] is not None:
+        if thinking not in (None, kwargs["enable_thinking"]):
+            raise invalid("enable_thinking", f"enable_thinking contradicts {name}: send one of them")
+        thinking = kwargs["enable_thinking"]
+    return ChatOptions(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls"), thinking)
+
+
 def whole(generation: Generation, answer: Answer) -> dict[str, Any]:
     """The chat.completion object."""
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": _message(choice),
             "logprobs": {"content": chat_content(choice.logprobs), "refusal": None} if generation.sampling.logprobs is not None else None,
             "finish_reason": REASONS[choice.reason],
         }
@@ -49,6 +67,18 @@ def whole(generation: Generation, answer: Answer) -> dict[str, Any]:
         "choices": choices,
         "usage": usage_object(answer.usage),
     }
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tool_calls:
+        message["content"] = choice.text.strip() or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in choice.tool_calls
+        ]
+    return message
 
 
 async def chunks(events: AsyncGenerator[Numbered], generation: Generation, *, include_usage: bool) -> AsyncGenerator[bytes]:
@@ -69,14 +99,33 @@ async def chunks(events: AsyncGenerator[Numbered], generation: Generation, *, in
                     yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
             elif isinstance(event, inference_pb2.Delta):
                 logprobs = {"content": chat_content(event.logprobs), "refusal": None} if with_logprobs else None
-                if event.text or (logprobs and event.logprobs):
-                    yield chunk(event.choice_index, {"content": event.text}, logprobs)
+                deltas = _deltas(event)
+                if logprobs and event.logprobs:
+                    deltas[:1] = [deltas[0] if deltas else {"content": ""}]
+                for number, delta in enumerate(deltas):
+                    yield chunk(event.choice_index, delta, logprobs if number == 0 else None)
             else:
                 for index, reason in enumerate(event.reasons):
                     yield chunk(index, {}, reason=REASONS[reason])
                 if include_usage:
                     yield sse.event({**head, "choices": [], "usage": usage_object(event.usage)})
     yield sse.DONE
+
+
+def _deltas(event: inference_pb2.Delta) -> list[dict[str, Any]]:
+    """In the order in which they were said: thoughts, then text, then calls."""
+    deltas: list[dict[str, Any]] = []
+    if event.reasoning:
+        deltas.append({"reasoning_content": event.reasoning})
+    if event.text:
+        deltas.append({"content": event.text})
+    return deltas + [{"tool_calls": [_call_piece(piece)]} for piece in event.tool_calls]
+
+
+def _call_piece(piece: inference_pb2.ToolCallDelta) -> dict[str, Any]:
+    if piece.name:
+        return {"index": piece.index, "id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": piece.arguments}}
+    return {"index": piece.index, "function": {"arguments": piece.arguments}}
 
 
 def _head(generation: Generation, kind: str, fingerprint: str) -> dict[str, Any]:

@@ -10,15 +10,20 @@ from services.gateway.http import sse
 from services.gateway.http.answer import REASONS, TIERS, Answer, Numbered, total, usage_object
 from services.gateway.http.fields import SAMPLING
 from services.gateway.http.logprobs import LegacyLogprobs
+from services.gateway.http.structured import grammar_of
 from services.gateway.request import Generation
 
 
-def sampling_fields(body: Mapping[str, Any], *, echo: bool) -> dict[str, Any]:
-    """The validator's fields of a completion request. With echo, the prompt's tokens have log-probabilities, too."""
-    sampling = {name: body[name] for name in SAMPLING | {"best_of", "logprobs"} if name in body}
+def sampling_fields(body: Mapping[str, Any], *, echo: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """The validator's fields of a completion request, and what the client called those that have another name here.
+
+    With echo, the prompt's tokens have log-probabilities, too.
+    """
+    grammar, names = grammar_of(body)
+    sampling = {name: body[name] for name in SAMPLING | {"best_of", "logprobs"} if name in body} | grammar
     if echo and sampling.get("logprobs") is not None:
         sampling["prompt_logprobs"] = sampling["logprobs"]
-    return sampling
+    return sampling, names
 
 
 def whole(generations: Sequence[Generation], answer: Answer) -> dict[str, Any]:

@@ -20,17 +20,16 @@ SAMPLING = frozenset(
     )
 )
 """Fields that go to the validator under their own names, on both endpoints."""
-_COMMON = frozenset(("model", "stream", "stream_options", "user", "service_tier", "strict", "logprobs"))
+_COMMON = frozenset(
+    ("model", "stream", "stream_options", "user", "service_tier", "strict", "logprobs", "response_format", "structured_outputs")
+)
+_CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "enable_thinking", "chat_template_kwargs")
 _MAX_NAMED = 20
 
 # Known to OpenAI clients, not offered: field -> values that ask for nothing. null always does.
 _NOT_OFFERED: Mapping[str, Sequence[Any]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "parallel_tool_calls": (),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -45,9 +44,7 @@ _NOT_OFFERED: Mapping[str, Sequence[Any]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "structured_outputs": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
@@ -66,7 +63,7 @@ class Fields:
 
 
 CHAT = Fields(
-    own=_COMMON | SAMPLING | {"messages", "max_completion_tokens", "top_logprobs"},
+    own=_COMMON | SAMPLING | {*_CHAT_ONLY, "messages", "max_completion_tokens", "top_logprobs"},
     elsewhere={
         "prompt": "send messages, or use /v1/completions",
         "echo": "it is a field of /v1/completions",
@@ -76,6 +73,7 @@ CHAT = Fields(
 COMPLETIONS = Fields(
     own=_COMMON | SAMPLING | {"prompt", "echo", "best_of"},
     elsewhere={
+        **dict.fromkeys(_CHAT_ONLY, "it is a field of /v1/chat/completions"),
         "messages": "send a prompt, or use /v1/chat/completions",
         "max_completion_tokens": "it is a field of /v1/chat/completions: use max_tokens",
         "top_logprobs": "it is a field of /v1/chat/completions: use logprobs with a number",

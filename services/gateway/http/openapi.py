@@ -6,8 +6,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from services.gateway.grammar_field import MAX_GRAMMAR_CHOICES
 from services.gateway.prompts import MAX_PROMPTS, ROLES
 from services.gateway.request import CLASSES
+from services.gateway.tools import MAX_TOOLS
 from services.gateway.validator import (
     MAX_CHOICES,
     MAX_LABEL_CHARS,
@@ -60,6 +62,31 @@ _COMMON: dict[str, Schema] = {
     "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
     "user": {"type": ["string", "null"], "maxLength": MAX_LABEL_CHARS},
     "service_tier": {"enum": [*CLASSES, None], "description": "priority: realtime; auto and default: standard; flex: batch."},
+    "response_format": {
+        "type": ["object", "null"],
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {
+                "type": "object",
+                "required": ["schema"],
+                "properties": {"name": {"type": "string"}, "strict": _FLAG, "schema": {"type": "object"}},
+            },
+        },
+        "description": "A schema is always enforced; what in it can't be is refused.",
+    },
+    "structured_outputs": {
+        "type": ["object", "null"],
+        "minProperties": 1,
+        "maxProperties": 1,
+        "properties": {
+            "json": {"type": ["object", "string"]},
+            "json_object": {"const": True},
+            "regex": {"type": "string", "minLength": 1},
+            "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_GRAMMAR_CHOICES},
+            "grammar": {"type": "string", "minLength": 1, "description": "llguidance's dialect of Lark."},
+        },
+    },
     "strict": {**_FLAG, "description": "Refuse unknown fields instead of naming them in x-forebay-ignored."},
 }
 _MESSAGES: Schema = {
@@ -67,9 +94,41 @@ _MESSAGES: Schema = {
     "minItems": 1,
     "items": {
         "type": "object",
-        "required": ["role", "content"],
-        "properties": {"role": {"enum": list(ROLES)}, "content": {}, "name": {"type": "string"}},
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": list(ROLES)},
+            "content": {"description": "A text, or a list of text parts. May be null beside tool_calls."},
+            "name": {"type": "string"},
+            "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
+            "tool_call_id": {"type": ["string", "null"]},
+            "reasoning_content": {"type": ["string", "null"]},
+        },
     },
+}
+_TOOLS: dict[str, Schema] = {
+    "tools": {
+        "type": ["array", "null"],
+        "maxItems": MAX_TOOLS,
+        "items": {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {
+                        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+                        "description": {"type": ["string", "null"]},
+                        "parameters": {"type": ["object", "null"], "description": "A JSON schema; always enforced."},
+                        "strict": _FLAG,
+                    },
+                },
+            },
+        },
+    },
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object", "required": ["type", "function"]}]},
+    "parallel_tool_calls": _FLAG,
 }
 _PROMPT: Schema = {
     "anyOf": [
@@ -161,6 +220,9 @@ CHAT = _post(
         "max_completion_tokens": _whole(1),
         "logprobs": _FLAG,
         "top_logprobs": _whole(0, MAX_LOGPROBS),
+        **_TOOLS,
+        "enable_thinking": {**_FLAG, "description": "Refused where the model's template has no such switch."},
+        "chat_template_kwargs": {"type": ["object", "null"], "properties": {"enable_thinking": _FLAG}, "additionalProperties": False},
     },
     ["messages"],
     _HEADERS,

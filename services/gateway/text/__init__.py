@@ -1,1 +1,1 @@
-"""Text and tokens: a model's tokenizer, its chat template, and the text of a stream of tokens."""
+"""What a gateway makes of text: the chat template's prompt, and the text of a stream of tokens."""

@@ -7,7 +7,7 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.text.tokenizer import Tokenizer
+from services.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

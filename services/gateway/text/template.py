@@ -1,5 +1,6 @@
 """A model's chat template: a conversation in, its prompt out, by the conventions of Hugging Face. What a template may do is sandbox's."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,8 +9,10 @@ import jinja2
 from services.common import log
 from services.common.errors import StatusError, invalid
 from services.gateway.text import sandbox
-from services.gateway.text.gguf_metadata import ModelError
-from services.gateway.text.tokenizer import SpecialTokens
+from services.gateway.text.tool_format import as_plain_messages, format_of, knows_tools
+from services.gateway.tools import Tool
+from services.text.gguf_metadata import ModelError
+from services.text.tokenizer import SpecialTokens
 
 _log = log.get(__name__)
 
@@ -29,19 +32,36 @@ class ChatTemplate:
             raise ModelError(f"its chat template can't be read: {_one_line(error)}") from None
         names = {"bos_token": special.bos, "eos_token": special.eos, "unk_token": special.unk, "pad_token": special.pad}
         self._special = {name: token for name, token in names.items() if token}
+        self._knows_tools = knows_tools(source)
+        self.tool_format = format_of(source)
+        """How its model calls tools; None: in a form that isn't known here."""
+        self.can_think = "<think>" in source
+        """Replies may begin with a thought."""
+        self.has_thinking_switch = re.search(r"\benable_thinking\b", source) is not None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, name: str = "messages") -> str:
-        """The prompt of a conversation, to be encoded without further special tokens.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Tool] = (),
+        enable_thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+        name: str = "messages",
+    ) -> str:
+        """The prompt of a conversation, to be encoded without further special tokens. enable_thinking None: as the template has it.
 
         Raises INVALID_ARGUMENT that blames `name`, with the template's own words where it refuses the conversation.
         """
+        shown = [dict(message) for message in messages] if self._knows_tools else as_plain_messages(messages, tools)
+        switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         try:
             with sandbox.bounded():
                 return self._template.render(
-                    messages=[dict(message) for message in messages],
+                    messages=shown,
                     add_generation_prompt=add_generation_prompt,
-                    tools=None,
+                    tools=[tool.described() for tool in tools] or None,
                     documents=None,
+                    **switch,
                     **self._special,
                 )
         except sandbox.TemplateRefusal as error:

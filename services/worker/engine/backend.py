@@ -44,12 +44,12 @@ def load(path: Path, config: EngineConfig, progress: Callable[[int, int], None] 
         if compiled is None:
             decoder = Decoder(model, weights, version)
             kv = KVCache(model, config.num_blocks, config.block_size, config.cache_format, decoder.device)
-            return Loaded(ModelRunner(decoder, kv, rule, config.host_blocks), model, version)
+            return Loaded(ModelRunner(decoder, kv, config.host_blocks, rule), model, version)
         num_threads = config.num_threads or torch.get_num_threads()
         native = NativeDecoder(model, weights, version, config.level, compiled, num_threads)
         cache = NativeCache(model, config.num_blocks, config.block_size, config.cache_format)
         native.bind(cache)
-        return Loaded(ModelRunner(native, cache, rule, config.host_blocks), model, version)
+        return Loaded(ModelRunner(native, cache, config.host_blocks, rule), model, version)
 
     return build(path, make, level=config.level, device=config.device, progress=progress)
 

@@ -100,6 +100,7 @@ class Batch:
     spans: tuple[Span, ...]
     copies_out: tuple[Copy, ...] = ()
     copies_in: tuple[Copy, ...] = ()
+    draft_counts: tuple[int, ...] = ()  # by span: drafts that it has slots for, and may get before it runs; empty: none
 
     @property
     def num_tokens(self) -> int:

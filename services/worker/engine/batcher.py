@@ -15,6 +15,7 @@ from services.worker.engine.batch import Batch, Budget, Span, SpanResult
 from services.worker.engine.block_pool import BlockPool, CacheIdentity, extend_keys
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.costs import Costs
+from services.worker.engine.grammar import Grammar, GrammarState
 from services.worker.engine.host_pool import HostPool
 from services.worker.engine.request import (
     EngineRequest,
@@ -124,6 +125,7 @@ class Batcher:
             max_output_tokens=max_output_tokens,
             stop_ids=eos | frozenset(request.sampling.stop_token_ids),
             block_keys=list(group.prompt_keys),
+            grammar=_grammar_behind(request.grammar, delivered),
             scores_prompt=first and request.sampling.prompt_logprobs is not None,
         )
         group.sequences.append(sequence)
@@ -171,8 +173,9 @@ class Batcher:
         one_behind_first = sorted(self.running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1)  # stable: in order otherwise
         spans = [budget.spend(sequence) for sequence in one_behind_first]
         spans += self._admit(budget, now)
-        drafted = self._with_drafts([span for span in spans if span is not None], budget)
-        batch = Batch(tuple(drafted), tuple(self.host.copies_out), tuple(self.host.copies_in))
+        present = tuple(span for span in spans if span is not None)
+        draft_counts = self._make_room_for_drafts(present, budget)  # which may evict blocks, too
+        batch = Batch(present, tuple(self.host.copies_out), tuple(self.host.copies_in), draft_counts)
         assert batch.spans or not self.requests, "there is work, but nothing of it can run"
         return batch
 
@@ -262,13 +265,12 @@ class Batcher:
             self.counters.host_query_tokens += prompt_tokens - on_device
             self.counters.host_hit_tokens += sequence.group.num_cached_tokens - on_device
 
-    def _with_drafts(self, spans: list[Span], budget: Budget) -> list[Span]:
-        """The spans with drafts, made of what is left over: tokens of the step, slots, blocks. Nobody waits or gives way for a draft."""
+    def _make_room_for_drafts(self, spans: Seq[Span], budget: Budget) -> tuple[int, ...]:
+        """How many drafts each span may have, out of what is left over: tokens, slots, blocks. Nobody waits or gives way for a draft."""
         if self._speculator is None:
-            return spans
+            return ()
         counts = self._speculator.plan(spans, [self._draft_room(span) for span in spans], min(budget.tokens, budget.scored_rows))
-        granted = [self._reserve_slots(span.sequence, count) for span, count in zip(spans, counts, strict=True)]
-        return self._speculator.draft(spans, granted)
+        return tuple(self._reserve_slots(span.sequence, count) for span, count in zip(spans, counts, strict=True))
 
     def _draft_room(self, span: Span) -> int:
         """Most drafts that could be kept with the token that follows them, and have slots."""
@@ -337,6 +339,8 @@ class Batcher:
     def _append(self, sequence: Sequence, result: SpanResult, output: TokenOutput) -> None:
         for index, token_id in enumerate(result.token_ids):
             sequence.tokens.append(token_id)
+            if sequence.grammar is not None:
+                sequence.grammar.advance(token_id)
             output.token_ids.append(token_id)
             output.logprobs += result.logprobs[index : index + 1]
             sequence.finish_reason = self._finish_reason(sequence)
@@ -347,6 +351,8 @@ class Batcher:
         enough = sequence.num_output_tokens > 0 and sequence.num_output_tokens >= sequence.sampling.min_tokens
         if enough and sequence.tokens[-1] in sequence.stop_ids:
             return FinishReason.STOP
+        if sequence.grammar is not None and sequence.grammar.complete:
+            return FinishReason.COMPLETE
         return FinishReason.LENGTH if sequence.num_output_tokens >= sequence.max_output_tokens else None
 
     def _register_blocks(self, sequence: Sequence, start: int) -> None:
@@ -419,3 +425,13 @@ class Batcher:
         assert self.waiting == sorted(self.waiting, key=_BY_ORDER), "waiting sequences out of order"
         live = [s for group in self.requests.values() for s in group.sequences if s.state is not SequenceState.FINISHED]
         assert sorted(live, key=_BY_ORDER) == sorted(self.running + self.waiting, key=_BY_ORDER), "a live sequence is in no list"
+
+
+def _grammar_behind(grammar: Grammar | None, delivered: Seq[int]) -> GrammarState | None:
+    """A choice's state in its grammar, behind the output that the client has already."""
+    if grammar is None:
+        return None
+    state = grammar.start()
+    for token_id in delivered:
+        state.advance(token_id)
+    return state

@@ -127,9 +127,9 @@ class EngineConfig:
     backend: str = "auto"  # native (the CPU kernels), torch, or auto: native where it can be
     num_threads: int | None = None  # None: torch's default
     prefix_cache: bool = True
-    host_blocks: int = 0  # what the prefix cache evicts goes on in as many blocks of host memory
     speculation: int = 0  # most draft tokens per sequence and step; 0: off
     verification: Verification = Verification.GUMBEL
+    host_blocks: int = 0  # what the prefix cache evicts goes on in as many blocks of host memory
 
     @property
     def cache_format(self) -> str:

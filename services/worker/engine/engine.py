@@ -138,10 +138,9 @@ class Engine:
         batch = self.batcher.schedule(now)
         if batch.num_copies:
             self._copy(batch)
-        started = self._clock()
+        if self.speculator is not None:
+            batch = self.speculator.draft(batch)
         batch, results = self._execute(batch)
-        if self.speculator is not None and batch.spans:
-            self.speculator.observe(batch.spans, self._clock() - started)
         return self.batcher.commit(batch, results)
 
     def _copy(self, batch: Batch) -> None:
@@ -155,12 +154,17 @@ class Engine:
             started = self._clock()
             try:
                 results = self.runner.execute(batch)
-                self.batcher.costs.record_step([span.length for span in batch.spans], self._clock() - started)
+                self._measured(batch, self._clock() - started)
                 return batch, results
             except SequenceError as error:
                 self.batcher.fail(error)
                 batch = batch.without(error.request_id)
         return batch, []
+
+    def _measured(self, batch: Batch, seconds: float) -> None:
+        self.batcher.costs.record_step([span.length for span in batch.spans], seconds)
+        if self.speculator is not None:
+            self.speculator.observe(batch.spans, seconds)
 
     def progress(self) -> list[tuple[str, int, int]]:
         """(request id, output tokens so far, blocks held) of every live request, over its choices; a shared block counts once."""

@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from services.worker.engine.grammar import Grammar
+
 
 class FinishReason(StrEnum):
     """Why a choice ended. After STOP the last token id is the one that ended it, and isn't part of the text."""
 
     STOP = "stop"
+    COMPLETE = "complete"  # as STOP, by the grammar: the last token is text
     LENGTH = "length"
     ERROR = "error"
     CANCELLED = "cancelled"
@@ -79,6 +82,7 @@ class EngineRequest:
     cache_salt: bytes = b""
     delivered: tuple[tuple[int, ...], ...] = ()
     finished_choices: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """From logits to tokens: every row of a mixed batch by its own parameters, and independent of its neighbours.
 
 The logits of a row are processed in this order: repetition penalty (prompt and output), frequency and presence penalty (output),
-logit bias, bans, temperature; then a token survives top-k, top-p (measured on the softmax of what top-k keeps) and min-p. The token
-is the argmax of what is left plus Gumbel noise, which is a function of (seed, choice, position, token id) alone: see `gumbel`.
+logit bias, bans, the grammar, temperature; then a token survives top-k, top-p (measured on the softmax of what top-k keeps) and min-p.
+The token is the argmax of what is left plus Gumbel noise, which is a function of (seed, choice, position, token id) alone: see `gumbel`.
 Temperature 0 takes the argmax before the filters. Log-probabilities are those of the raw logits.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,7 @@ class SampleRow:
     tokens: Sequence[int]  # prompt and output
     num_prompt_tokens: int
     banned_ids: Iterable[int] = ()
+    allowed: bytes | None = None  # a mask as of GrammarState; None allows all
 
     @property
     def position(self) -> int:
@@ -127,7 +129,7 @@ def _signed(word: int) -> int:
 
 
 def _process(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Penalties, biases and bans, in place, touching only the logits that they name."""
+    """Penalties, biases, bans and grammars, in place."""
     flat, vocab = logits.view(-1), logits.shape[-1]
     _repel(flat, vocab, rows)
     lowered: list[tuple[int, float]] = []
@@ -148,6 +150,15 @@ def _process(logits: Tensor, rows: Sequence[SampleRow]) -> None:
             flat[torch.tensor(places, device=flat.device)] += torch.tensor(amounts, dtype=flat.dtype, device=flat.device)
     if banned:
         flat[torch.tensor(banned, device=flat.device)] = float("-inf")
+    for index, row in enumerate(rows):
+        if row.allowed is not None:
+            logits[index].masked_fill_(~_unpacked(row.allowed, vocab).to(flat.device), float("-inf"))
+
+
+def _unpacked(mask: bytes, vocab: int) -> Tensor:
+    """Booleans [vocab]; tokens beyond the mask's end aren't allowed."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=vocab, bitorder="little")
+    return torch.from_numpy(bits.view(np.bool_))
 
 
 def _repel(flat: Tensor, vocab: int, rows: Sequence[SampleRow]) -> None:
@@ -307,5 +318,5 @@ def _describe(logprobs: Tensor, token_ids: Sequence[int], counts: Sequence[int])
 
 def _failed(peak: float) -> Sample:
     if peak == float("-inf"):
-        return Sample(-1, error="every token is banned: relax logit_bias, min_tokens or stop_token_ids", unsatisfiable=True)
+        return Sample(-1, error="every token is banned: relax logit_bias, min_tokens, stop_token_ids or the grammar", unsatisfiable=True)
     return Sample(-1, error=f"the model's logits are {peak}")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from services.worker.engine.grammar import GrammarState
 from services.worker.engine.request import EngineRequest, FinishReason, SamplingParams
 
 
@@ -38,6 +39,7 @@ class Sequence:
     max_output_tokens: int  # ends with LENGTH here; what max_tokens and the context leave
     stop_ids: frozenset[int]  # end tokens unless ignored, and stop_token_ids
     block_keys: list[bytes]  # of the leading full blocks; grows with them
+    grammar: GrammarState | None = None
     scores_prompt: bool = False  # prompt log-probabilities are wanted from this choice
     state: SequenceState = SequenceState.WAITING
     num_computed_tokens: int = 0

@@ -22,12 +22,14 @@ _DRAFT_STREAM, _ACCEPT_STREAM, _RESIDUAL_STREAM = 1, 2, 3
 def sample_rows(span: Span) -> list[SampleRow]:
     """What the sampler must know of each sampled position of a span: the sequence, with the draft up to there."""
     sequence = span.sequence
+    masks = None if sequence.grammar is None else sequence.grammar.masks(span.draft.token_ids)
     rows = []
     for position in span.sampled:
         drafted = span.draft.token_ids[: position + 1 - sequence.num_tokens]
         tokens = [*sequence.tokens, *drafted] if drafted else sequence.tokens
         banned = sequence.banned_ids(len(drafted))
-        rows.append(SampleRow(sequence.sampling, sequence.choice_index, tokens, sequence.num_prompt_tokens, banned))
+        allowed = None if masks is None else masks[len(drafted)]
+        rows.append(SampleRow(sequence.sampling, sequence.choice_index, tokens, sequence.num_prompt_tokens, banned, allowed))
     return rows
 
 
@@ -39,7 +41,8 @@ def take_run(span: Span, samples: Sequence[Sample], result: SpanResult) -> None:
     first = samples[0]
     if first.error is not None:
         sequence = span.sequence
-        result.error = SequenceError(sequence.request_id, sequence.choice_index, first.error, unsatisfiable=first.unsatisfiable)
+        why = (first.unsatisfiable and sequence.grammar and sequence.grammar.error) or first.error
+        result.error = SequenceError(sequence.request_id, sequence.choice_index, why, unsatisfiable=first.unsatisfiable)
         return
     verified = span.draft.token_ids[len(span.draft.token_ids) + 1 - len(samples) :]
     for index, sample in enumerate(samples):

@@ -35,8 +35,9 @@ from services.gateway.models import Catalogue, ServedModel
 from services.gateway.request import Generation
 from services.gateway.server import make_server
 from services.gateway.text.template import ChatTemplate
-from services.gateway.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_alphabet
 from services.gateway.validator import Sampling
+from services.text.compiler import Compiler
+from services.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_alphabet
 from tests.fakes import FakeScheduler, FakeWorker, Script
 
 EOS = 256
@@ -94,6 +95,7 @@ def make_model(**fields: Any) -> ServedModel:
         "context_len": MAX_MODEL_LEN,
         "vocab_size": VOCAB_SIZE,
         "created": 1_700_000_000,
+        "compiler": Compiler(tokenizer, VOCAB_SIZE, [EOS]),
         "max_model_len": MAX_MODEL_LEN,
         "level": "fp32",
         "version": "0123456789abcdef",

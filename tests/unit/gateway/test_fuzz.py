@@ -51,8 +51,24 @@ FIELDS = [
     "strict",
     "tools",
     "tool_choice",
+    "parallel_tool_calls",
+    "tool_calls",
+    "function",
+    "name",
+    "arguments",
+    "parameters",
+    "reasoning_content",
+    "enable_thinking",
+    "chat_template_kwargs",
     "functions",
     "response_format",
+    "structured_outputs",
+    "json_schema",
+    "schema",
+    "json",
+    "regex",
+    "choice",
+    "grammar",
     "audio",
     "suffix",
     "metadata",
@@ -179,6 +195,9 @@ async def test_x10_fuzzed_messages_are_answered_and_leave_nothing(seed: int) -> 
             setattr(sampling, name, rng.choice([-(2**31), -2, -1, 0, 1, 2, 17, 2**31 - 1]))
             if rng.random() < 0.3:
                 sampling.logit_bias[rng.choice([-1, 0, 256, 257, 2**31 - 1])] = rng.choice([math.nan, 1.0, 101.0])
+            if rng.random() < 0.3:
+                kind = rng.choice(["json_schema", "regex", "lark"])
+                setattr(sampling.grammar, kind, rng.choice(["", "{}", "a+", '{"type": 5}', "[" * 500, 'start: "a"', "(", "\x00"]))
             data = message.SerializeToString()
             if rng.random() < 0.4:
                 place = rng.randrange(len(data))

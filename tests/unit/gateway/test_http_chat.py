@@ -268,7 +268,7 @@ async def test_unknown_fields_are_named_and_strict_refuses_them() -> None:
     assert lax.headers["x-forebay-ignored"] == "topp,n_predict"
     assert strict.status_code == tools.status_code == 400
     assert strict.json()["error"]["param"] == "topp"
-    assert tools.json()["error"]["param"] == "tools"
+    assert tools.json()["error"]["param"] == "tools[0]"
 
 
 async def test_b35_one_client_id_on_several_requests_mixes_nothing() -> None:

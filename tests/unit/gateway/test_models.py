@@ -9,8 +9,8 @@ import pytest
 from forebay.v1 import admin_pb2, scheduler_pb2
 from services.common.errors import Code, StatusError
 from services.gateway.models import Catalogue, ServedModel, load_model
-from services.gateway.text.gguf_metadata import ModelError
-from tests.unit.gateway.text.vocabularies import byte_level, byte_level_fields, gguf, smollm2_path
+from services.text.gguf_metadata import ModelError
+from tests.unit.text.vocabularies import byte_level, byte_level_fields, gguf, smollm2_path
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 

@@ -108,7 +108,7 @@ def test_nulls_of_an_answer_sent_back_are_absence() -> None:
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0]"),
         ([{"role": "assistant", "content": "", "function_call": {"name": "f"}}], "messages[0].function_call"),
         ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
         ([{"role": "user", "content": "x", "name": "a\nb"}], "messages[0].name"),

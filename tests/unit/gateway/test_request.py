@@ -12,8 +12,9 @@ from services.gateway.auth import Caller
 from services.gateway.models import ServedModel
 from services.gateway.request import DEADLINE_SECONDS, Envelope, admit_chat, admit_completion, count_tokens, latency_class
 from services.gateway.text.template import ChatTemplate
-from services.gateway.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_alphabet
-from tests.unit.gateway.text.vocabularies import sentencepiece
+from services.text.compiler import Compiler
+from services.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_alphabet
+from tests.unit.text.vocabularies import sentencepiece
 
 REALTIME, STANDARD, BATCH = types_pb2.LATENCY_CLASS_REALTIME, types_pb2.LATENCY_CLASS_STANDARD, types_pb2.LATENCY_CLASS_BATCH
 CALLER = Caller("acme", "ann", frozenset({"user"}), 2e9)
@@ -34,6 +35,7 @@ def model(**fields: Any) -> ServedModel:
     defaults: dict[str, Any] = {
         "name": "tiny", "aliases": (), "tokenizer": byte_tokenizer(), "template": ChatTemplate(TEMPLATE, SpecialTokens()), "created": 0,
         "context_len": CONTEXT, "max_model_len": CONTEXT, "vocab_size": 256, "version": "v1", "ready": True,
+        "compiler": Compiler(byte_tokenizer(), 256, []),
     }  # fmt: skip
     return ServedModel(**defaults | fields)
 

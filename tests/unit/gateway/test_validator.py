@@ -10,7 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import Code, StatusError
-from services.gateway.validator import FIELDS, Limits, Sampling, shown, validate_label, validate_sampling
+from services.gateway.field import shown
+from services.gateway.validator import FIELDS, Limits, Sampling, validate_label, validate_sampling
+from services.text.grammar import Grammar
+from tests.unit.text.hostile_grammars import UNENFORCEABLE
 
 VOCAB = 1000
 CONTEXT = 512
@@ -56,6 +59,23 @@ REFUSED: dict[str, list[Any]] = {
     "logprobs": [*NOT_AN_INTEGER, *OUT_OF_INT32, -1, 21, 100],
     "prompt_logprobs": [*NOT_AN_INTEGER, *OUT_OF_INT32, -1, 21, 100],
     "speculation": ["false", "", 0, 1, 8, [], {}, NAN],
+    "grammar": [
+        "a", 5, True, [], {}, {"json": {}}, {"regex": "a", "lark": "b"}, {"regex": None}, {5: 5}, b"x",
+        {"regex": ""}, {"regex": 5}, {"regex": "a" * 65_537}, {"regex": "é" * 40_000}, {"regex": "\ud800"}, {"regex": "a\\"},
+        {"regex": "\\\\\\"}, {"json_object": False}, {"json_object": 1}, {"json_object": {}},
+        {"choice": []}, {"choice": "a"}, {"choice": {"a": 1}}, {"choice": [""]}, {"choice": ["a", 5]}, {"choice": [None]},
+        {"choice": ["\ud800"]}, {"choice": ["a"] * 1025}, {"choice": ["a" * 40_000] * 2}, {"choice": ["a" * 70_000]},
+        {"lark": ""}, {"lark": []}, {"lark": "a" * 65_537}, {"lark": "start: x\nx[max_tokens=5]: /a/"},
+        {"lark": "start: x\nx[temperature=0.5]: /a/"}, {"lark": 'start: x\n  ?x [lazy, stop="y"]: /a/'},
+        {"lark": '%llguidance {"no_forcing": false}\nstart: "a"'}, {"lark": 'start: %json {"not": {}}'},
+        {"lark": 'start: "a" %json {"type": "object", "properties": {"a": {"frob": 1}}}'},
+        {"lark": 'start: %json {"x-guidance": {"lenient": true}}'},
+        {"json_schema": 5}, {"json_schema": None}, {"json_schema": []}, {"json_schema": ""}, {"json_schema": "{"}, {"json_schema": "[1, 2"},
+        {"json_schema": '{"a": NaN}'}, {"json_schema": '{"type": "integer", "type": "string"}'}, {"json_schema": "[" * 60_000},
+        {"json_schema": '{"title": "\\ud800"}'}, {"json_schema": {"default": NAN}}, {"json_schema": {"const": INF}},
+        {"json_schema": " " * 70_000}, {"json_schema": {"enum": ["a" * 70_000]}}, {"json_schema": {"enum": [["a"] * 20_000]}},
+        *({"json_schema": schema} for schema, _ in UNENFORCEABLE if not isinstance(schema, str)),
+    ],
 }  # fmt: skip
 
 FLOAT_TENTH = 0.10000000149011612  # as float32 has it
@@ -86,6 +106,12 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("seed", 0, 0), ("seed", 2**63 - 1, 2**63 - 1), ("seed", -(2**63), -(2**63)), ("seed", -1, -1),
     ("n", 1, 1), ("n", 16, 16), ("n", None, 1),
     ("logprobs", 0, 0), ("logprobs", 20, 20), ("logprobs", None, None),
+    ("grammar", None, None), ("grammar", {"json_object": True}, Grammar("json_object")),
+    ("grammar", {"regex": "a\\\\"}, Grammar("regex", "a\\\\")),
+    ("grammar", {"json_schema": {"const": 5}}, Grammar("json_schema", '{"const":5}')),
+    ("grammar", {"json_schema": '{"const" : 5}'}, Grammar("json_schema", '{"const":5}')),
+    ("grammar", {"choice": ["a"]}, Grammar("choice", '["a"]')),
+    ("grammar", {"lark": 'start: "[max_tokens=5]"'}, Grammar("lark", 'start: "[max_tokens=5]"')),
     ("prompt_logprobs", 0, 0), ("prompt_logprobs", 20, 20), ("prompt_logprobs", None, None),
     ("speculation", False, False), ("speculation", True, True), ("speculation", None, True),
 ]  # fmt: skip
@@ -134,6 +160,18 @@ def test_accepted(name: str, value: object, meaning: object) -> None:
 
 def test_nothing_given_is_every_default() -> None:
     assert validate_sampling({}, limits=LIMITS) == Sampling(max_tokens=CAP)
+
+
+def test_a_grammar_says_where_the_output_ends() -> None:
+    error = refusal({"grammar": {"regex": "a"}, "ignore_eos": True}, names={"grammar": "response_format"})
+    assert "response_format" in error.message
+    assert validate_sampling({"grammar": {"regex": "a"}, "ignore_eos": False}, limits=LIMITS).grammar == Grammar("regex", "a")
+
+
+def test_what_in_a_schema_is_refused_is_named_by_its_place() -> None:
+    schema = {"type": "object", "properties": {"a/b": {"not": {}}}}
+    error = refusal({"grammar": {"json_schema": schema}}, names={"grammar": "response_format"})
+    assert error.message.startswith("response_format at #/properties/a~1b/not: ")
 
 
 def test_fields_of_others_are_not_looked_at() -> None:

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from services.worker.engine.batch import Span
+from services.worker.engine.batch import Batch, Span
 from services.worker.engine.sequence import Sequence
 from services.worker.engine.speculation.acceptance import Acceptance
 from services.worker.engine.speculation.drafter import Drafter, Outlook
@@ -104,15 +104,17 @@ class Speculator:
                 heapq.heappush(queue, (negative * prospects[index].chance, index))
         return counts, tokens / seconds
 
-    def draft(self, spans: Seq[Span], counts: Seq[int]) -> list[Span]:
-        """The spans with their drafts; each sequence has slots for its `counts`."""
-        wanted = [(index, count) for index, count in enumerate(counts) if count > 0]
+    def draft(self, batch: Batch) -> Batch:
+        """The batch with drafts, as many as it has room for. Its copies have been made: a draft model reads and writes the cache."""
+        wanted = [(index, count) for index, count in enumerate(batch.draft_counts) if count > 0]
+        if not wanted:
+            return batch
+        spans = list(batch.spans)
         drafts = self._drafter.draft([(spans[index].sequence, count) for index, count in wanted])
-        spans = list(spans)
         for (index, _), draft in zip(wanted, drafts, strict=True):
             span = spans[index]
             spans[index] = replace(span, length=span.length + len(draft.token_ids), draft=draft)
-        return spans
+        return replace(batch, spans=tuple(spans))
 
     def judge(self, span: Span, token_ids: Seq[int]) -> int:
         """Learns from the tokens that came of a span; how many of them were drafts of it."""

@@ -5,7 +5,8 @@ import time
 import pytest
 
 from services.common.errors import StatusError
-from services.gateway.http.body import MAX_DEPTH, parse
+from services.gateway.http.body import parse
+from services.gateway.strict_json import MAX_DEPTH
 
 
 def test_a_plain_object_is_taken_as_it_is() -> None:

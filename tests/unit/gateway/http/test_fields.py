@@ -32,10 +32,8 @@ def test_a_field_of_another_endpoint_is_refused_with_the_way_out(endpoint: field
 @pytest.mark.parametrize(
     ("name", "asks", "asks_nothing"),
     [
-        ("tools", [{"type": "function"}], []),
-        ("tool_choice", "auto", "none"),
         ("functions", [{}], []),
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
+        ("guided_json", {"type": "object"}, None),
         ("modalities", ["text", "audio"], ["text"]),
         ("audio", {"voice": "x"}, None),
         ("store", True, False),

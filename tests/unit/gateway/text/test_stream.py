@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.text import gguf_vocabulary
-from services.gateway.text.gguf_metadata import read_metadata
 from services.gateway.text.stream import StopStrings, TextStream
-from services.gateway.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary
-from tests.unit.gateway.text.vocabularies import byte_level, byte_level_fields, gguf, sentencepiece, sentencepiece_fields
+from services.text import gguf_vocabulary
+from services.text.gguf_metadata import read_metadata
+from services.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary
+from tests.unit.text.vocabularies import byte_level, byte_level_fields, gguf, sentencepiece, sentencepiece_fields
 
 Build = Callable[[Path], Tokenizer]
 

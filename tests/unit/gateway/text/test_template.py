@@ -9,10 +9,10 @@ import pytest
 from services.common.errors import Code, StatusError
 from services.gateway.models import load_model
 from services.gateway.text import sandbox
-from services.gateway.text.gguf_metadata import ModelError
 from services.gateway.text.template import MAX_SOURCE_CHARS, ChatTemplate
-from services.gateway.text.tokenizer import SpecialTokens
-from tests.unit.gateway.text.vocabularies import smollm2_path, smollm2_reference
+from services.text.gguf_metadata import ModelError
+from services.text.tokenizer import SpecialTokens
+from tests.unit.text.vocabularies import smollm2_path, smollm2_reference
 
 SPECIAL = SpecialTokens(bos="<s>", eos="</s>")
 USER, ASSISTANT, SYSTEM = ({"role": role, "content": f"a {role}'s word"} for role in ("user", "assistant", "system"))

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -267,6 +268,38 @@ def test_b30_all_banned_is_an_error_and_one_left_is_that_one(temperature: float)
     assert banned.error is not None
     assert "every token is banned" in banned.error
     assert (forced.token_id, forced.error) == (13, None)
+
+
+def mask_of(tokens: set[int], vocab: int) -> bytes:
+    return bytes(sum((8 * byte + bit in tokens) << bit for bit in range(8)) for byte in range(-(-vocab // 8)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_leaves_what_it_allows_and_neighbours_and_logprobs_as_they_are(temperature: float) -> None:
+    logits = torch.randn(4, 43, generator=torch.Generator().manual_seed(3))
+    plain = [row(SamplingParams(seed=index, temperature=temperature, logprobs=3)) for index in range(4)]
+    masks = [None, *(mask_of(tokens, 43) for tokens in ({7}, {1, 40, 42}, set(range(43))))]
+    masked = [replace(r, allowed=mask) for r, mask in zip(plain, masks, strict=True)]
+    free, got = sample(logits.clone(), plain), sample(logits.clone(), masked)
+    assert [got[0], got[3]] == [free[0], free[3]]
+    assert got[1].token_id == 7
+    assert got[2].token_id in {1, 40, 42}
+    reference = torch.log_softmax(logits[1].double(), -1)
+    assert got[1].logprobs is not None
+    assert got[1].logprobs.chosen.logprob == pytest.approx(reference[7].item(), abs=1e-5)
+    assert got[1].logprobs.top == (free[1].logprobs or got[0].logprobs).top  # type: ignore[union-attr]
+
+
+def test_a_mask_that_allows_nothing_is_the_rows_own_error_and_bans_hold_under_it() -> None:
+    logits = torch.randn(2, 16)
+    nothing, one = row(SamplingParams(seed=1), allowed=bytes(2)), row(SamplingParams(seed=1), allowed=mask_of({3, 4}, 16), banned_ids=[3])
+    empty, banned = sample(logits, [nothing, one])
+    assert empty.unsatisfiable
+    assert banned.token_id == 4
+
+
+def test_a_short_mask_allows_nothing_behind_its_end() -> None:
+    assert pick(torch.tensor([[0.0] * 20 + [9.0]]), [row(SamplingParams(temperature=0), allowed=b"\x04")]) == [2]
 
 
 def test_scores_are_log_softmax() -> None:

@@ -66,9 +66,9 @@ def engine_on(target: AnyDecoder, draft: AnyDecoder | None = None, max_drafts: i
     kv = make_cache(target, config.num_blocks, config.block_size)
     drafter: Drafter | None = None
     if draft is not None:
-        drafter = ModelDrafter(ModelRunner(draft, kv, DRAFTING_RULES[config.verification]), clock=lambda: 0.0)
+        drafter = ModelDrafter(ModelRunner(draft, kv, rule=DRAFTING_RULES[config.verification]), clock=lambda: 0.0)
     return Engine(
-        ModelRunner(target, kv, RULES[config.verification]),
+        ModelRunner(target, kv, config.host_blocks, RULES[config.verification]),
         config,
         vocab_size=target.config.vocab_size,
         max_model_len=target.config.max_position,
@@ -248,7 +248,7 @@ def next_distribution(model: AnyDecoder, tokens: list[int], sampling: SamplingPa
 
         def annotate(self, results: object) -> None: ...
 
-    engine = Engine(ModelRunner(model, make_cache(model, 8), Spy), EngineConfig(num_blocks=8), vocab_size=VOCAB)  # type: ignore[arg-type]
+    engine = Engine(ModelRunner(model, make_cache(model, 8), rule=Spy), EngineConfig(num_blocks=8), vocab_size=VOCAB)  # type: ignore[arg-type]
     run(engine, [EngineRequest("r", tokens, SamplingParams(**{**vars(sampling), "max_tokens": 1, "seed": 0}))])
     return seen[0][0].double()
 

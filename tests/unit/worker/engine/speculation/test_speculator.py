@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.worker.engine.batch import Span
+from services.worker.engine.batch import Batch, Span
 from services.worker.engine.request import EngineRequest
 from services.worker.engine.sequence import RequestState, Sequence
 from services.worker.engine.speculation.acceptance import Acceptance
@@ -17,6 +17,10 @@ def sequence(index: int = 0, tokens: list[int] | None = None) -> Sequence:
     request = EngineRequest(f"r{index}", tokens or [1, 2, 3])
     group = RequestState(request, index, b"", [])
     return Sequence(group, 0, list(request.prompt_token_ids), len(request.prompt_token_ids), 10_000, frozenset(), [])
+
+
+def drafted(speculator: Speculator, spans: list[Span], counts: list[int]) -> tuple[Span, ...]:
+    return speculator.draft(Batch(tuple(spans), draft_counts=tuple(counts))).spans
 
 
 class Device:
@@ -37,7 +41,7 @@ class Device:
     def step(self) -> None:
         spans = [Span(s, s.num_tokens - 1, 1, samples=True) for s in self.sequences]
         counts = self.speculator.plan(spans, [20] * len(spans), 1000)
-        spans = self.speculator.draft(spans, counts)
+        spans = drafted(self.speculator, spans, counts)
         seconds = 1.0 + self.cost * (sum(span.length for span in spans) - 1)
         self.speculator.observe(spans, seconds * self.rng.uniform(0.97, 1.03))
         self.seconds += seconds + max(counts) * self.drafter.pass_seconds
@@ -97,7 +101,7 @@ def test_a_scarce_budget_goes_to_the_likeliest() -> None:
     good, bad = device.sequences
     for _ in range(30):
         device.speculator.plan([Span(bad, 2, 1, samples=True)], [5], 5)
-        device.speculator.judge(device.speculator.draft([Span(bad, bad.num_tokens - 1, 1, samples=True)], [1])[0], [1])
+        device.speculator.judge(drafted(device.speculator, [Span(bad, bad.num_tokens - 1, 1, samples=True)], [1])[0], [1])
     spans = [Span(s, s.num_tokens - 1, 1, samples=True) for s in (bad, good)]
     assert device.speculator.plan(spans, [9, 9], 3) == [0, 3]
     assert sum(device.speculator.plan(spans, [9, 2], 100)) <= 10, "no more than the room"

@@ -11,10 +11,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from services.gateway.text import gguf_vocabulary, hf_folder
-from services.gateway.text.gguf_metadata import ModelError, read_metadata
-from services.gateway.text.tokenizer import Tokenizer
-from tests.unit.gateway.text.vocabularies import (
+from services.text import gguf_vocabulary, hf_folder
+from services.text.gguf_metadata import ModelError, read_metadata
+from services.text.tokenizer import Tokenizer
+from tests.unit.text.vocabularies import (
     TEXTS,
     byte_level,
     byte_level_fields,

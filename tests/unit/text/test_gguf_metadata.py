@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.text import gguf_vocabulary
-from services.gateway.text.gguf_metadata import ModelError, read_metadata
-from tests.unit.gateway.text.vocabularies import byte_level_fields, gguf, smollm2_path
+from services.text import gguf_vocabulary
+from services.text.gguf_metadata import ModelError, read_metadata
+from tests.unit.text.vocabularies import byte_level_fields, gguf, smollm2_path
 
 U64 = 2**64 - 1
 

@@ -9,9 +9,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from services.gateway.text.gguf_metadata import ModelError
-from services.gateway.text.gguf_vocabulary import surround
-from services.gateway.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_piece, sentencepiece_piece
+from services.text.gguf_metadata import ModelError
+from services.text.gguf_vocabulary import surround
+from services.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_piece, sentencepiece_piece
 
 _MAX_TOKENIZER_BYTES = 128 << 20
 _MAX_CONFIG_BYTES = 8 << 20

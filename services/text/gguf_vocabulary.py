@@ -11,8 +11,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from services.common import log
-from services.gateway.text.gguf_metadata import ModelError
-from services.gateway.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_piece, sentencepiece_piece
+from services.text.gguf_metadata import ModelError
+from services.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_piece, sentencepiece_piece
 
 _log = log.get(__name__)
 
