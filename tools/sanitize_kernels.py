@@ -26,7 +26,7 @@ _TEAMS = [("2", "0"), ("2", "2000"), ("5", "0"), ("5", "100")]  # (threads, spin
 
 
 def check_memory(folder: Path) -> int:
-    """The tests of the native decoder on instrumented libraries; exit code."""
+    """The tests of the native decoder and sampler on instrumented libraries; exit code."""
     for target in ("native", "v3"):
         print(f"compiling kernels for {target} with sanitizers", flush=True)
         compile_sources(sorted(library.FOLDER.glob("*.cpp")), folder / f"forebay-{target}-sanitized.so", [*FLAGS[target], *_MEMORY])
@@ -34,7 +34,16 @@ def check_memory(folder: Path) -> int:
     runtimes = " ".join(_runtime(name) for name in ("libasan.so", "libstdc++.so"))
     # Python's own leaks are none of ours; a test asks for more memory than there is.
     options = {"LD_PRELOAD": runtimes, "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-s", "--timeout", "3000", str(_TESTS / "test_native.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-s",
+        "--timeout",
+        "3000",
+        *(str(_TESTS / f"test_{name}.py") for name in ("native", "sampler")),
+    ]
     return subprocess.run(command, env=os.environ | options | {"FOREBAY_TEST_KERNELS": str(folder)}).returncode  # noqa: S603
 
 

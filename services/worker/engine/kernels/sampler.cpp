@@ -67,6 +67,7 @@ class RowSampler {
   }
 
   int choose(const SampledRow& row) {
+    if (!std::isfinite(row.peak)) return 0;  // no score would survive a filter
     for (int i = 0; i < vocab_size_; i += kLanes) store(&scores_[i], div(sub(load_row(row, i), splat(row.peak)), splat(row.temperature)));
     float threshold = row.min_p > 0 ? std::log(row.min_p) : -FLT_MAX;
     if (row.top_k > 0 || row.top_p < 1) threshold = std::max(threshold, rank(row));

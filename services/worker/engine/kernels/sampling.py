@@ -17,7 +17,7 @@ def choose(
 ) -> list[int]:
     """Token ids of rows at temperatures above 0; `logits` [num_rows, vocab] fp32 are processed, `keys` from noise_keys.
 
-    Meaningless where the peak isn't finite. OSError: there is no memory or thread.
+    0 where the peak isn't finite. OSError: there is no memory or thread.
     """
     assert logits.is_contiguous()
     assert logits.dtype == torch.float32

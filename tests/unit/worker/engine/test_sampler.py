@@ -10,19 +10,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from services.worker.engine.kernels import library
 from services.worker.engine.request import SamplingParams
 from services.worker.engine.sampler import SampleRow, gumbel, noise_keys, sample, score
+from tests.tiny_models import kernels
+
+pytestmark = pytest.mark.timeout(300)  # the first test for a target may have to compile it
 
 
-@pytest.fixture(params=["native", "torch"], autouse=True)
+@pytest.fixture(params=["native", "v3", "torch"], autouse=True)
 def _by(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test with the kernels and without."""
+    """Every test with the kernels, on wide vectors and on narrow ones, and without."""
+    compiled = None if request.param == "torch" else kernels(request.param)
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "torch":
-            patch.setattr("services.worker.engine.sampler.library.find", lambda: None)
-        else:
-            assert library.find() is not None, "no kernels: run make setup"
+        patch.setattr("services.worker.engine.sampler.library.find", lambda: compiled)
         yield
 
 

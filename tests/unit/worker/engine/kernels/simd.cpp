@@ -175,6 +175,30 @@ void check_exponentials() {
   }
 }
 
+void check_noise_arithmetic() {
+  alignas(64) uint32_t a[kLanes], b[kLanes], out[4][kLanes];
+  for (int i = 0; i < kLanes; ++i) a[i] = static_cast<uint32_t>(random_bits()), b[i] = static_cast<uint32_t>(random_bits());
+  const i32x16 x = load_bytes(a), y = load_bytes(b), results[] = {mul(x, y), exclusive_or(x, y), shift_right<13>(x), counting_up()};
+  std::memcpy(out, results, sizeof out);
+  for (uint32_t i = 0; i < kLanes; ++i) {
+    require(out[0][i] == a[i] * b[i], "mul of integers");
+    require(out[1][i] == (a[i] ^ b[i]), "exclusive_or");
+    require(out[2][i] == a[i] >> 13, "shift_right");
+    require(out[3][i] == i, "counting_up");
+  }
+  Floats p = some(-9, 9), q = some(-9, 9);
+  p.v[2] = q.v[2], p.v[3] = kNaN;
+  check_lanes("where_less", where_less(p.vector(), q.vector(), splat(1), splat(2)), [&](int i) { return p.v[i] < q.v[i] ? 1.0f : 2.0f; });
+  Floats positive = some(-20, 88);
+  for (float& v : positive.v) v = std::exp(v);
+  positive.v[0] = 1, positive.v[1] = 0x1p-126f, positive.v[2] = 3.4e38f;
+  const Floats logarithms(log(positive.vector()));
+  for (int i = 0; i < kLanes; ++i) {
+    const double exact = std::log(double(positive.v[i]));
+    require(std::fabs(logarithms.v[i] - exact) < 1e-6 * (1 + std::fabs(exact)), "log");
+  }
+}
+
 float decode_e4m3(uint8_t code) {
   const float magnitude = (code & 0x7f) == 0 ? 0 : std::ldexp(1 + (code & 7) / 8.0f, (code >> 3 & 15) - 7);
   return code & 0x80 ? -magnitude : magnitude;
@@ -209,6 +233,7 @@ int main() {
     check_nibbles();
     check_bf16_products();
     check_exponentials();
+    check_noise_arithmetic();
   }
   check_lane_masks();
   check_e4m3();
