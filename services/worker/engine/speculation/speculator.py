@@ -32,8 +32,9 @@ class _Prospect:
     """A sequence that can be drafted for in this step."""
 
     span: int  # its index
+    sequence: Sequence
     outlook: Outlook
-    chance: float  # of each draft, given that those before it were accepted
+    chance: float  # that the first draft comes true
     room: int
 
 
@@ -45,7 +46,7 @@ class Speculator:
         self._drafter = drafter
         self._max_drafts = max_drafts
         self._step_time = step_time or StepTime()
-        self._acceptance = Acceptance(drafter.prior)
+        self.acceptance = Acceptance(drafter.prior)
         self._outlooks: dict[Sequence, Outlook] = {}  # of this step
         self._num_idle_steps = 0  # since the last draft, or chance of one
 
@@ -72,8 +73,8 @@ class Speculator:
             if (most := min(room(span), self._max_drafts)) <= 0:
                 continue
             self._outlooks[span.sequence] = outlook
-            chance = self._acceptance.chance(span.sequence, outlook.grade)
-            prospects.append(_Prospect(index, outlook, chance, most))
+            chance = self.acceptance.chance(span.sequence, outlook.grade(0))
+            prospects.append(_Prospect(index, span.sequence, outlook, chance, most))
         return prospects
 
     def _best_counts(self, prospects: Seq[_Prospect], spans: Seq[Span], budget: int) -> list[int]:
@@ -103,8 +104,10 @@ class Speculator:
             seconds += draft_seconds
             budget -= 1
             counts[index] += 1
-            if counts[index] < min(prospects[index].room, depth):
-                heapq.heappush(queue, (negative * prospects[index].chance, index))
+            prospect = prospects[index]
+            if counts[index] < min(prospect.room, depth):
+                given = self.acceptance.chance(prospect.sequence, prospect.outlook.grade(counts[index]))
+                heapq.heappush(queue, (negative * given, index))
         return counts, tokens / seconds
 
     def draft(self, batch: Batch) -> Batch:
@@ -128,11 +131,10 @@ class Speculator:
             self.counters.drafts += 1
             self.counters.draft_tokens += len(drafts)
             self.counters.accepted_tokens += num_accepted
-        if outlook is not None and token_ids:
-            guesses = drafts or (outlook.token_id,)
-            if guesses[0] is not None:
-                num_judged = min(len(guesses), len(token_ids))
-                self._acceptance.record(span.sequence, outlook.grade, count_accepted(guesses, token_ids), num_judged)
+        if outlook is not None:
+            for depth, (guess, token_id) in enumerate(zip(drafts or (outlook.token_id,), token_ids, strict=False)):
+                if guess is not None:
+                    self.acceptance.record(span.sequence, outlook.grade(depth), accepted=guess == token_id)
         return num_accepted
 
     def observe(self, spans: Seq[Span], seconds: float) -> None:
@@ -142,7 +144,7 @@ class Speculator:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended. Idempotent."""
         self._outlooks.pop(sequence, None)
-        self._acceptance.forget(sequence)
+        self.acceptance.forget(sequence)
         self._drafter.forget(sequence)
 
 
@@ -156,7 +158,7 @@ def load_of(spans: Seq[Span]) -> Load:
     )
 
 
-def count_accepted(guesses: Seq[int | None], token_ids: Seq[int]) -> int:
+def count_accepted(guesses: Seq[int], token_ids: Seq[int]) -> int:
     """How many tokens from the first on are as guessed."""
     count = 0
     for guess, token_id in zip(guesses, token_ids, strict=False):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MEMORY = 0.99  # weight of a step relative to the next one's
-_RIDGE = 1e-3  # what steps don't tell apart is taken for the fixed part, that is: a draft for free, which the next steps correct
+_RIDGE = 1e-3  # what steps don't tell apart is the fixed part, but for what earlier ones told: a first draft is for free, and tells
 _REFIT = 4  # steps between fits
 _MIN_STEPS = 4
 _LEAST_MARGIN = 0.005  # of the fixed part: no draft is quite free
@@ -72,7 +72,8 @@ class StepTime:
         used = list(range(len(self._sums)))
         while True:
             matrix = [[self._products[i][j] * (1 + _RIDGE * (i == j != 0)) for j in used] for i in used]
-            found = dict(zip(used, solve(matrix, [self._sums[i] for i in used]), strict=True))
+            right = [self._sums[i] + _RIDGE * (i != 0) * self._products[i][i] * self._coefficients[i] for i in used]
+            found = dict(zip(used, solve(matrix, right), strict=True))
             worst = min(used, key=lambda i: found[i])
             if found[worst] >= 0 or len(used) == 1:
                 return [found.get(i, 0.0) for i in range(len(self._sums))]
