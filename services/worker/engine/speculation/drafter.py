@@ -1,15 +1,13 @@
 """What guesses the next tokens of a sequence: the seam between the speculator and lookups, models, or whatever else drafts."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from services.worker.engine.batch import Draft
 from services.worker.engine.sequence import Sequence
 
 
-@dataclass(frozen=True)
-class Outlook:
+class Outlook(NamedTuple):
     """What a drafter could say of a sequence's next tokens.
 
     Drafts of one grade come true about equally often, if those before them do: outcomes are counted by grade. `token_id` is the first

@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from services.worker.engine.batch import Batch, Span
 from services.worker.engine.sequence import Sequence
@@ -27,8 +28,7 @@ class SpeculationCounters:
     accepted_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class _Prospect:
+class _Prospect(NamedTuple):
     """A sequence that can be drafted for in this step."""
 
     span: int  # its index
@@ -52,35 +52,39 @@ class Speculator:
 
     def plan(self, spans: Seq[Span], room: Callable[[Span], int], budget: int) -> list[int]:
         """How many drafts each span should get: at most as there is room for, and `budget` in all."""
+        tokens, seconds = float(sum(span.samples for span in spans)), self._step_time.seconds(load_of(spans))
+        probing = self._num_idle_steps >= _PROBE_INTERVAL
+        # Less likely drafts take more time than they bring tokens.
+        least_chance = 0.0 if probing or not self._step_time.known else tokens * self._step_time.draft_seconds() / seconds
+        prospects = self._prospects(spans, room, least_chance)
         counts = [0] * len(spans)
-        prospects = self._prospects(spans, room)
-        if not prospects or not self._step_time.known:
+        if not self._step_time.known or budget <= 0:
             return counts
-        for prospect, count in zip(prospects, self._best_counts(prospects, spans, budget), strict=True):
+        for prospect, count in zip(prospects, self._best_counts(prospects, tokens, seconds, budget), strict=True):
             counts[prospect.span] = count
-        self._num_idle_steps = 0 if any(counts) else self._num_idle_steps + 1
-        if self._num_idle_steps >= _PROBE_INTERVAL and budget > 0:
-            self._num_idle_steps = 0
+        if probing and prospects and not any(counts):
             counts[max(prospects, key=lambda prospect: prospect.chance).span] = 1
+        self._num_idle_steps = 0 if any(counts) else self._num_idle_steps + 1
         return counts
 
-    def _prospects(self, spans: Seq[Span], room: Callable[[Span], int]) -> list[_Prospect]:
+    def _prospects(self, spans: Seq[Span], room: Callable[[Span], int], least_chance: float) -> list[_Prospect]:
         self._outlooks.clear()
         prospects = []
         for index, span in enumerate(spans):
-            if not span.may_draft or (outlook := self._drafter.outlook(span.sequence)) is None:
+            sequence = span.sequence
+            if not span.may_draft or (outlook := self._drafter.outlook(sequence)) is None:
                 continue
-            if (most := min(room(span), self._max_drafts)) <= 0:
-                continue
-            self._outlooks[span.sequence] = outlook
-            chance = self.acceptance.chance(span.sequence, outlook.grade(0))
-            prospects.append(_Prospect(index, span.sequence, outlook, chance, most))
+            self._outlooks[sequence] = outlook
+            chance = self.acceptance.chance(sequence, outlook.grade(0))
+            if chance > least_chance and (most := min(room(span), self._max_drafts)) > 0:
+                prospects.append(_Prospect(index, sequence, outlook, chance, most))
         return prospects
 
-    def _best_counts(self, prospects: Seq[_Prospect], spans: Seq[Span], budget: int) -> list[int]:
+    def _best_counts(self, prospects: Seq[_Prospect], tokens: float, seconds: float, budget: int) -> list[int]:
         """Drafts by prospect, for the most expected tokens per second; none for a gain that is next to nothing."""
-        tokens, seconds = float(sum(span.samples for span in spans)), self._step_time.seconds(load_of(spans))
         best, best_rate = [0] * len(prospects), tokens / seconds * (1 + _LEAST_GAIN)
+        if not prospects:
+            return best
         seconds += self._step_time.drafting_seconds()
         # Each pass of a draft model serves all, so how many passes is the first question; others draft as deep as they like for nothing.
         pass_seconds = self._drafter.pass_seconds
@@ -126,8 +130,9 @@ class Speculator:
         """Learns from the tokens that came of a span; how many of them were drafts of it."""
         outlook = self._outlooks.pop(span.sequence, None)
         drafts = span.draft.token_ids
-        num_accepted = count_accepted(drafts, token_ids)
+        num_accepted = 0
         if drafts:
+            num_accepted = count_accepted(drafts, token_ids)
             self.counters.drafts += 1
             self.counters.draft_tokens += len(drafts)
             self.counters.accepted_tokens += num_accepted
@@ -150,12 +155,14 @@ class Speculator:
 
 def load_of(spans: Seq[Span]) -> Load:
     """What a step with these spans has to do."""
-    return Load(
-        sum(span.length for span in spans),
-        sum(len(span.scored) + len(span.sampled) for span in spans),
-        sum(span.end for span in spans),
-        has_drafts=any(span.draft.token_ids for span in spans),
-    )
+    num_tokens = num_rows = num_keys = 0
+    has_drafts = False
+    for span in spans:
+        num_tokens += span.length
+        num_rows += len(span.scored) + len(span.sampled)
+        num_keys += span.start + span.length
+        has_drafts |= bool(span.draft.token_ids)
+    return Load(num_tokens, num_rows, num_keys, has_drafts)
 
 
 def count_accepted(guesses: Seq[int], token_ids: Seq[int]) -> int:

@@ -47,10 +47,11 @@ class StepTime:
         if seconds <= 0:
             return
         scaled = [feature / seconds for feature in load.features]  # the line shall come to 1 for it
-        for i, (row, value) in enumerate(zip(self._products, scaled, strict=True)):
-            self._sums[i] = self._sums[i] * _MEMORY + value
-            for j, other in enumerate(scaled):
-                row[j] = row[j] * _MEMORY + value * other
+        self._sums = [_MEMORY * total + value for total, value in zip(self._sums, scaled, strict=True)]
+        self._products = [
+            [_MEMORY * total + value * other for total, other in zip(row, scaled, strict=True)]
+            for row, value in zip(self._products, scaled, strict=True)
+        ]
         self._num_steps += 1
         if self._num_steps % _REFIT == 0:
             self._coefficients = self._fit()

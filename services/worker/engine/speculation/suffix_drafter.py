@@ -46,7 +46,7 @@ class SuffixDrafter:
         if match is None:
             return None
         self._matches[sequence] = match
-        return Outlook(_GRADES[min(match.support, 2)][match.length], sequence.tokens[match.follower])
+        return Outlook(_GRADES[match.support][match.length], sequence.tokens[match.follower])
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Draft]:
         """See Drafter."""

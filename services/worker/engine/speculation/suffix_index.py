@@ -1,89 +1,83 @@
 """Where a text has said before what it says now: finds the longest earlier match of its end, and what followed there.
 
-Hash chains as in LZ77: each position links to the previous one that ends in the same gram. Knows token ids, no sequence.
+A hash chain as in LZ77: each position links to the previous one that ends in the same gram. Knows token ids, no sequence.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-GRAMS = (2, 1)  # tokens that must match at least; a shorter gram is looked for where a longer one is new
+GRAM = 2  # tokens of the chains' grams; where the last gram is new, the last token alone is looked for
 MAX_CANDIDATES = 16  # earlier places looked at, latest first: bounds the work per token
 MAX_MATCH = 32  # tokens compared per place
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """An earlier place like the end of the text: `length` equal tokens, and the position of the token that followed.
 
-    `support` counts the places with as long a match, 0 if not all of them went on with the same token.
+    `support` says how many such places in a row went on with that token, at most 2; 0 where the one before it didn't.
     """
 
     follower: int
     length: int
-    support: int = 1
+    support: int
 
 
 class SuffixIndex:
     """Grows with its text; `extend` and `longest` cost O(1) per token."""
 
     def __init__(self) -> None:
-        self._chains = [_Chain(gram) for gram in GRAMS]
+        # Ints in ints: the garbage collector never looks at them.
+        self._latest: dict[int, int] = {}  # gram -> the position behind its latest occurrence
+        self._earlier: list[int] = []  # position behind a gram -> that behind the gram's previous occurrence, 0 if none
+        self._single: dict[int, int] = {}  # token -> the position behind its latest occurrence
+        self._support: dict[int, int] = {}  # token -> see Match
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Takes in what `tokens` has beyond what is known. The gram at the very end stays out: nothing has followed it yet."""
-        for chain in self._chains:
-            chain.extend(tokens)
+        single, latest, earlier = self._single, self._latest, self._earlier
+        if not earlier and tokens:
+            earlier.append(0)
+        for follower in range(len(earlier), len(tokens)):
+            last = tokens[follower - 1]
+            before = single.get(last, 0)
+            self._support[last] = 1 if not before else 2 if tokens[before] == tokens[follower] else 0
+            single[last] = follower
+            gram = _gram(tokens, follower)
+            earlier.append(latest.get(gram, 0))
+            latest[gram] = follower
 
     def longest(self, tokens: Sequence[int]) -> Match | None:
         """The longest match of the end of `tokens`, which `extend` knows; of equals the latest. None: its last token is new."""
-        for chain in self._chains:
-            if (match := chain.longest(tokens)) is not None:
-                return match
-        return None
+        end = len(tokens)
+        if not end or not (follower := self._single.get(tokens[-1], 0)):
+            return None
+        if not (chained := self._latest.get(_gram(tokens, end), 0)):
+            return Match(follower, 1, self._support[tokens[-1]])
+        return self._longest(tokens, chained)
 
-
-class _Chain:
-    """The places where each gram of one length occurred."""
-
-    def __init__(self, gram: int) -> None:
-        self._gram = gram
-        self._latest: dict[tuple[int, ...], int] = {}  # gram -> the position behind its latest occurrence
-        self._earlier: list[int] = []  # position behind a gram -> that behind the gram's previous occurrence, 0 if none
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        gram, latest, earlier = self._gram, self._latest, self._earlier
-        earlier += [0] * (min(gram, len(tokens)) - len(earlier))
-        for follower in range(len(earlier), len(tokens)):
-            key = tuple(tokens[follower - gram : follower])
-            earlier.append(latest.get(key, 0))
-            latest[key] = follower
-
-    def longest(self, tokens: Sequence[int]) -> Match | None:
-        follower = self._latest.get(tuple(tokens[-self._gram :]), 0)
+    def _longest(self, tokens: Sequence[int], follower: int) -> Match:
+        """Of the places in the chain that begins at `follower`."""
+        end = len(tokens)
         best, best_length, support = 0, 0, 0
         for _ in range(MAX_CANDIDATES):
-            if not follower:
-                break
-            length = _common_length(tokens, follower, self._gram, best_length)
-            if length > best_length:
-                best, best_length, support = follower, length, 1
-            elif length == best_length and support:
-                support = support + 1 if tokens[follower] == tokens[best] else 0
-            if best_length == MAX_MATCH and support > 1:
-                break  # as sure as can be
+            length, limit = GRAM, min(MAX_MATCH, follower)
+            # Unless it equals the best in the best's own length, its length is of no interest.
+            if not best_length or (best_length <= limit and tokens[follower - best_length] == tokens[end - best_length]):
+                while length < limit and tokens[follower - length - 1] == tokens[end - length - 1]:
+                    length += 1
+                if length > best_length:
+                    best, best_length, support = follower, length, 1
+                elif length == best_length and support == 1:
+                    support = 2 if tokens[follower] == tokens[best] else 0
             follower = self._earlier[follower]
-        return Match(best, best_length, support) if best else None
+            if not follower or (best_length == MAX_MATCH and support != 1):
+                break
+        return Match(best, best_length, support)
 
 
-def _common_length(tokens: Sequence[int], follower: int, least: int, interesting: int) -> int:
-    """How many tokens before `follower` equal the last ones, at most MAX_MATCH; `least` do. 0 where it is less than `interesting`."""
-    end, limit = len(tokens), min(MAX_MATCH, follower)
-    if interesting and (limit < interesting or tokens[follower - interesting] != tokens[end - interesting]):
-        return 0
-    length = least
-    while length < limit and tokens[follower - length - 1] == tokens[end - length - 1]:
-        length += 1
-    return length
+def _gram(tokens: Sequence[int], follower: int) -> int:
+    """The two tokens before a position, in one number; at position 1, where there is but one, a number that no gram is."""
+    return tokens[follower - 2] << 32 | tokens[follower - 1] if follower > 1 else -1
 
 
 def continuation(tokens: Sequence[int], follower: int, count: int) -> tuple[int, ...]:
