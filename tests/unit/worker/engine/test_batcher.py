@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from services.worker.engine import batcher as batcher_module
 from services.worker.engine.batch import Batch
+from services.worker.engine.batcher import MAX_SCORED_ROWS
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.request import (
@@ -18,6 +18,7 @@ from services.worker.engine.request import (
     SequenceError,
     TokenOutput,
 )
+from services.worker.engine.sequence import MAX_PREEMPTIONS
 from tests.drafters import Guesser, always, often_right
 from tests.fake_runner import EOS, VOCAB_SIZE, fake_engine
 
@@ -211,7 +212,7 @@ def test_b08_preempted_five_times_and_still_whole() -> None:
     assert endings == {key: ending for request in requests for key, ending in alone(request).items()}
     assert all(len(tokens) == 40 for tokens, _ in endings.values())
     assert sum(counts.values()) == engine.stats().num_preemptions > 0
-    assert max(counts.values()) <= batcher_module.MAX_PREEMPTIONS
+    assert max(counts.values()) <= MAX_PREEMPTIONS
 
 
 def test_b26_the_youngest_gives_way_keeps_its_place_and_at_most_five_times() -> None:
@@ -221,7 +222,7 @@ def test_b26_the_youngest_gives_way_keeps_its_place_and_at_most_five_times() -> 
     order: list[str] = []
     victims: dict[str, int] = {}
     while engine.has_work:
-        running = list(engine.batcher.running)
+        running = list(engine.batcher.queue.running)
         outputs = engine.step(0.0)
         engine.check_integrity()
         order += [output.request_id for output in outputs if output.finish_reason]
@@ -229,19 +230,19 @@ def test_b26_the_youngest_gives_way_keeps_its_place_and_at_most_five_times() -> 
             victims[sequence.request_id] = sequence.num_preemptions
     assert order == [f"r{index}" for index in range(6)], "equals end in the order in which they came"
     assert victims["r0"] == 0, "the oldest never gives way to its equals"
-    assert 0 < max(victims.values()) <= batcher_module.MAX_PREEMPTIONS
+    assert 0 < max(victims.values()) <= MAX_PREEMPTIONS
 
 
 def test_one_that_was_preempted_too_often_waits_for_all_it_can_need() -> None:
     engine = fake_engine(EngineConfig(num_blocks=10, block_size=1, max_step_tokens=64))
     engine.add(EngineRequest("often", [1, 2], greedy(7)))
-    engine.batcher.waiting[0].num_preemptions = batcher_module.MAX_PREEMPTIONS
+    engine.batcher.queue.waiting[0].num_preemptions = MAX_PREEMPTIONS
     engine.add(EngineRequest("young", [3], greedy(9)))
     engine.batcher.schedule(0.0)
-    often = engine.batcher.running[0]
+    often = engine.batcher.queue.running[0]
     assert len(often.block_table) == often.max_computed_tokens == 8
     endings = drain(engine)
-    assert often.num_preemptions == batcher_module.MAX_PREEMPTIONS
+    assert often.num_preemptions == MAX_PREEMPTIONS
     assert {key[0]: len(tokens) for key, (tokens, _) in endings.items()} == {"often": 7, "young": 9}
 
 
@@ -249,12 +250,12 @@ def test_one_that_is_fully_reserved_gives_way_to_nobody() -> None:
     engine = fake_engine(EngineConfig(num_blocks=12, block_size=1, max_step_tokens=64))
     engine.add(EngineRequest("old", [1], greedy(10)))
     engine.add(EngineRequest("often", [2, 3], greedy(6)))
-    engine.batcher.waiting[1].num_preemptions = batcher_module.MAX_PREEMPTIONS
+    engine.batcher.queue.waiting[1].num_preemptions = MAX_PREEMPTIONS
     counts = {}
     while engine.has_work:
         counts |= {output.request_id: output.num_preemptions for output in engine.step(0.0)}
         engine.check_integrity()
-    assert counts == {"old": 1, "often": batcher_module.MAX_PREEMPTIONS}
+    assert counts == {"old": 1, "often": MAX_PREEMPTIONS}
 
 
 def test_nobody_overtakes_one_that_waits_for_room() -> None:
@@ -277,7 +278,7 @@ def test_a_lower_class_gives_way_first() -> None:
     while engine.has_work:
         if any(output.finish_reason for output in engine.step(0.0) if output.request_id == "realtime"):
             break
-    (batch,) = [group.sequences[0] for group in engine.batcher.requests.values()]
+    (batch,) = [group.sequences[0] for group in engine.batcher.queue.requests.values()]
     assert batch.num_preemptions >= 1
     drain(engine)
 
@@ -486,10 +487,10 @@ def test_choices_share_the_prompts_full_blocks_and_differ_behind_them(max_step_t
     while engine.stats().num_running < 4:
         engine.step(0.0)
         engine.check_integrity()
-    tables = [sequence.block_table for sequence in engine.batcher.running]
+    tables = [sequence.block_table for sequence in engine.batcher.queue.running]
     assert len({tuple(table[:4]) for table in tables}) == 1, "one copy of the full blocks"
     assert len({table[4] for table in tables}) == 4, "a tail for each"
-    assert engine.progress() == [("r", sum(s.num_output_tokens for s in engine.batcher.running), len({b for t in tables for b in t}))]
+    assert engine.progress() == [("r", sum(s.num_output_tokens for s in engine.batcher.queue.running), len({b for t in tables for b in t}))]
     computed = engine.stats().num_computed_tokens
     assert computed <= 18 + 3 * (2 + 6) + 4 * 6, "the prompt is computed once"
     drain(engine)
@@ -578,7 +579,7 @@ def test_b33_few_rows_are_scored_at_once() -> None:
         engine.add(EngineRequest(f"r{index}", [index] * 600, greedy(0, prompt_logprobs=20)))
     drain(engine)
     assert sum(rows) == 4 * 599
-    assert max(rows) == batcher_module.MAX_SCORED_ROWS
+    assert max(rows) == MAX_SCORED_ROWS
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -587,7 +588,7 @@ def test_scoring_survives_preemption_without_repeats(prefix_cache: bool) -> None
     engine.add(EngineRequest("old", [1, 2], greedy(12)))
     engine.step(0.0)
     engine.add(EngineRequest("score", list(range(12)), greedy(4, prompt_logprobs=0)))
-    sequence, scored = engine.batcher.waiting[0], []
+    sequence, scored = engine.batcher.queue.waiting[0], []
     while engine.has_work:
         for output in engine.step(0.0):
             scored += output.prompt_logprobs
@@ -666,7 +667,7 @@ def test_abort_frees_blocks_at_once_in_every_state() -> None:
     engine.add(EngineRequest("prefill", list(range(30)), greedy(4)))
     engine.add(EngineRequest("queued", [3], greedy(4)))
     engine.step(0.0)
-    assert [(s.request_id, s.num_computed_tokens) for s in engine.batcher.running] == [("decode", 2), ("prefill", 7)]
+    assert [(s.request_id, s.num_computed_tokens) for s in engine.batcher.queue.running] == [("decode", 2), ("prefill", 7)]
     for request_id in ("queued", "prefill", "decode", "decode", "never there"):
         engine.abort(request_id)
         engine.check_integrity()

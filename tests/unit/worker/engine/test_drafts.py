@@ -136,7 +136,7 @@ def test_drafts_preempt_nobody_and_take_no_block_that_anyone_waits_for() -> None
         for output in engine.step(0.0):
             tokens.setdefault((output.request_id, output.choice_index), []).extend(output.token_ids)
         engine.check_integrity()
-        for sequence in engine.batcher.running:
+        for sequence in engine.batcher.queue.running:
             assert len(sequence.block_table) <= max(
                 -(-sequence.num_tokens // 4), -(-sequence.max_computed_tokens // 4) * (sequence.num_preemptions >= 5)
             )

@@ -197,7 +197,7 @@ def test_f18_nan_in_one_row_fails_that_request_and_poisons_no_block(scoring: boo
     engine.add(bad)
     engine.step(0.0)
     assert isinstance(engine.runner, ModelRunner)
-    (sequence,) = engine.batcher.running
+    (sequence,) = engine.batcher.queue.running
     poison(engine.runner.kv, sequence.block_table[0])
     got = run(engine, others)
     assert got["bad", 0].finish_reason is FinishReason.ERROR

@@ -210,7 +210,7 @@ def test_b15_no_other_org_model_or_format_is_served_from_the_host(salt: bytes, m
     second = fake_engine(dataclasses.replace(ROOM, kv_format=kv_format), model=model)
     assert isinstance(first.runner, FakeRunner)
     assert isinstance(second.runner, FakeRunner)
-    second.batcher.host, second.runner.host_slots = first.batcher.host, first.runner.host_slots
+    second.batcher.tables.host, second.runner.host_slots = first.batcher.tables.host, first.runner.host_slots
     assert finish(second, EngineRequest("asks", prompt, greedy(1), cache_salt=salt)).num_cached_tokens == cached
 
 
@@ -346,7 +346,7 @@ def test_abort_leaves_no_slot_referenced_in_any_state(after: int) -> None:
         engine.abort(f"r{index}")
         engine.check_integrity()
     drain(engine)
-    assert engine.batcher.host._slots.num_used == 0
+    assert engine.batcher.tables.host._slots.num_used == 0
 
 
 class _Bus(FakeRunner):

@@ -192,7 +192,7 @@ def test_f18_numbers_that_are_none_fail_their_request_alone(models: Models) -> N
     expected = plain(run(engine_on(target), others))
     engine.add(EngineRequest("bad", list(range(40)), SamplingParams(max_tokens=30, seed=1)))
     engine.step(0.0)
-    (sequence,) = engine.batcher.running
+    (sequence,) = engine.batcher.queue.running
     assert isinstance(engine.runner, ModelRunner)
     poison(engine.runner.kv, sequence.block_table[0])
     got = plain(run(engine, others))
