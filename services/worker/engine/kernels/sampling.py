@@ -1,4 +1,4 @@
-"""The sampler in C++ for rows on the CPU: the token that the Gumbel noise of sampler.py chooses. See sampler.cpp."""
+"""The sampler in C++ for rows on the CPU: the token that the Gumbel noise of noise.py chooses. See sampler.cpp."""
 
 import os
 from collections.abc import Sequence
