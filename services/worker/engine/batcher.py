@@ -142,13 +142,13 @@ class Batcher:
             self._grow(sequence)
         budget = Budget(self.config.max_step_tokens, MAX_SCORED_ROWS)
         one_behind_first = sorted(self.queue.running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1)  # stable: in order otherwise
-        spans = [budget.spend(sequence) for sequence in one_behind_first]
+        spans = [self._span(sequence, budget) for sequence in one_behind_first]
         spans += self._admit(budget, now)
         present = tuple(span for span in spans if span is not None)
         draft_counts = self._make_room_for_drafts(present, budget)  # which may evict blocks, too
         host = self.tables.host
         batch = Batch(present, tuple(host.copies_out), tuple(host.copies_in), draft_counts)
-        assert batch.spans or not self.queue.requests, "there is work, but nothing of it can run"
+        assert batch.spans or batch.copies_in or not self.queue.requests, "there is work, but nothing of it can run"
         return batch
 
     def _grow(self, sequence: Sequence) -> None:
@@ -175,8 +175,12 @@ class Batcher:
             if not self.tables.admit(sequence, headroom):
                 break
             self.queue.start(sequence, now)
-            spans.append(budget.spend(sequence))
+            spans.append(self._span(sequence, budget))
         return spans
+
+    def _span(self, sequence: Sequence, budget: Budget) -> Span | None:
+        """None where nothing is left to spend, or the host will bring back in the next step what it would be spent on."""
+        return None if self.tables.bring_back(sequence) else budget.spend(sequence)
 
     def _prompt_is_under_way(self, sequence: Sequence) -> bool:
         """True while another choice of the request computes full blocks of the prompt that this one is going to share."""

@@ -4,6 +4,7 @@ Owns both tiers, the device's pool and the host's. Knows no step: who may have b
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from services.worker.engine.block_pool import BlockPool, CacheIdentity, extend_keys
@@ -31,7 +32,7 @@ class BlockTables:
 
     def __init__(self, config: EngineConfig, costs: Costs, model_version: str, kv_format: str) -> None:
         self.counters = CacheCounters()
-        self.host = HostPool(config.host_blocks)
+        self.host = HostPool(config.host_blocks, config.max_step_copies)
         self.pool = BlockPool(config.num_blocks, keep_cached=config.prefix_cache, on_evict=self.host.keep)
         self._config = config
         self._costs = costs
@@ -60,17 +61,32 @@ class BlockTables:
         if total - len(hits) + self.pool.num_unreferenced(hits) + headroom > self.pool.num_available:
             return False
         self.pool.touch(hits)
-        # Taken before the device evicts: what comes back isn't overwritten by what goes.
-        slots = self.host.take(keys[len(hits) :]) if self._costs.copying_pays(self._config.block_size) else []
-        blocks = hits + self.pool.allocate(total - len(hits))
-        num_found = len(hits) + len(slots)
-        self.host.copy_in(slots, blocks[len(hits) : num_found])
-        for block, key in zip(blocks[len(hits) : num_found], keys[len(hits) : num_found], strict=True):
-            self.pool.register(block, key)  # whoever comes next in this step may share it: copies come before all spans
-        self._count_hits(sequence, len(hits), len(slots))
-        sequence.block_table = blocks
-        sequence.num_computed_tokens = num_found * self._config.block_size
+        rest = keys[len(hits) :] if self._costs.copying_pays(self._config.block_size) else []
+        self._count_hits(sequence, len(hits), self.host.count(rest))
+        slots = self.host.take(rest)  # before the device evicts: what comes back isn't overwritten by what goes
+        sequence.block_table = hits + self.pool.allocate(total - len(hits))
+        sequence.num_computed_tokens = len(hits) * self._config.block_size
+        self._fill(sequence, slots)
         return True
+
+    def bring_back(self, sequence: Sequence) -> bool:
+        """Lets the step copy in what the host has of the next blocks. True where it has more than that: the rest comes in later steps."""
+        size = self._config.block_size
+        if not self.host.num_held or sequence.num_computed_tokens % size or not self._costs.copying_pays(size):
+            return False
+        keys = self._shareable_keys(sequence)[sequence.num_computed_tokens // size :]
+        slots = self.host.take(keys)
+        self._fill(sequence, slots)
+        return self.host.count(keys[len(slots) :]) > 0
+
+    def _fill(self, sequence: Sequence, slots: Seq[int]) -> None:
+        """The next of its blocks come from these slots."""
+        start = sequence.num_computed_tokens // self._config.block_size
+        blocks = sequence.block_table[start : start + len(slots)]
+        self.host.copy_in(slots, blocks)
+        for block, key in zip(blocks, sequence.block_keys[start:], strict=False):
+            self.pool.register(block, key)  # whoever comes next in this step may share it: copies come before all spans
+        sequence.num_computed_tokens += len(slots) * self._config.block_size
 
     def _shareable_keys(self, sequence: Sequence) -> list[bytes]:
         """Of blocks that may be found. One token at least must be computed, and so must those whose log-probabilities are still wanted."""

@@ -124,6 +124,7 @@ class EngineConfig:
     speculation: int = 0  # most draft tokens per sequence and step; 0: off
     verification: Verification = Verification.GUMBEL
     host_blocks: int = 0  # what the prefix cache evicts goes on in as many blocks of host memory
+    max_step_copies: int = 256  # blocks copied there in one step, and as many back: at 2 MiB over PCIe some 20 ms each way
 
     @property
     def cache_format(self) -> str:

@@ -99,6 +99,7 @@ def some_requests(draw: st.DrawFn, max_size: int = 8) -> list[EngineRequest]:
     st.integers(1, 6),
     st.booleans(),
     st.integers(0, 40),
+    st.sampled_from([1, 3, 256]),
     st.sampled_from([0, 1, 3, 5, 8]),
 )
 @settings(max_examples=160, deadline=None)
@@ -109,6 +110,7 @@ def test_any_company_any_pool_any_chunk_any_drafts_same_tokens(
     max_sequences: int,
     prefix_cache: bool,
     host_blocks: int,
+    max_step_copies: int,
     max_drafts: int,
 ) -> None:
     """14 blocks of 4 hold any one of them: everything else is preemption, chunking, prefix hits of either tier and waiting."""
@@ -119,6 +121,7 @@ def test_any_company_any_pool_any_chunk_any_drafts_same_tokens(
         max_sequences=max_sequences,
         prefix_cache=prefix_cache,
         host_blocks=host_blocks,
+        max_step_copies=max_step_copies,
     )
     together = run(requests, config, max_drafts)
     apart = {key: ending for request in requests for key, ending in alone(request).items()}
@@ -133,9 +136,10 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         max_step_tokens=st.sampled_from([1, 3, 16, 200]),
         host_blocks=st.sampled_from([0, 3, 40]),
+        max_step_copies=st.sampled_from([1, 2, 256]),
         max_drafts=st.sampled_from([0, 1, 8]),
     )
-    def build(self, prefix_cache: bool, max_step_tokens: int, host_blocks: int, max_drafts: int) -> None:
+    def build(self, prefix_cache: bool, max_step_tokens: int, host_blocks: int, max_step_copies: int, max_drafts: int) -> None:
         self.engine = fake_engine(
             EngineConfig(
                 num_blocks=16,
@@ -144,6 +148,7 @@ class EngineMachine(RuleBasedStateMachine):
                 max_sequences=5,
                 prefix_cache=prefix_cache,
                 host_blocks=host_blocks,
+                max_step_copies=max_step_copies,
             ),
             speculator=always(max_drafts, Guesser(often_right)) if max_drafts else None,
         )
