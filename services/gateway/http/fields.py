@@ -20,9 +20,8 @@ SAMPLING = frozenset(
     )
 )
 """Fields that go to the validator under their own names, on both endpoints."""
-_COMMON = frozenset(
-    ("model", "stream", "stream_options", "user", "service_tier", "strict", "logprobs", "response_format", "structured_outputs")
-)
+_FORMATS = ("response_format", "structured_outputs")
+_COMMON = frozenset(("model", "stream", "stream_options", "user", "service_tier", "strict", "logprobs", *_FORMATS))
 _CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "enable_thinking", "chat_template_kwargs")
 _MAX_NAMED = 20
 
@@ -79,7 +78,7 @@ COMPLETIONS = Fields(
         "top_logprobs": "it is a field of /v1/chat/completions: use logprobs with a number",
     },
 )
-TOKENIZE = Fields(own=frozenset({"model", "prompt", "messages", "strict"}), elsewhere={})
+TOKENIZE = Fields(own=frozenset({"model", "prompt", "messages", "strict", *_CHAT_ONLY, *_FORMATS}), elsewhere={})
 
 
 def check(body: Mapping[str, Any], fields: Fields, request: Request) -> list[str]:
@@ -102,6 +101,13 @@ def check(body: Mapping[str, Any], fields: Fields, request: Request) -> list[str
         shown = ascii(unknown[0][:64])
         raise invalid(unknown[0][:64], f"{shown} is not a known field: correct it, or leave out strict to have it ignored")
     return unknown
+
+
+def refuse_chat_fields(body: Mapping[str, Any]) -> None:
+    """What shapes the prompt of a conversation says nothing of a text."""
+    for name in (*_CHAT_ONLY, *_FORMATS):
+        if body.get(name) is not None:
+            raise invalid(name, f"{name} goes with messages: a prompt is counted as it is")
 
 
 def is_strict(body: Mapping[str, Any], request: Request) -> bool:
