@@ -191,14 +191,15 @@ class Batcher:
         """How many drafts each span may have, out of what is left over: tokens, slots, blocks. Nobody waits or gives way for a draft."""
         if self._speculator is None:
             return ()
-        counts = self._speculator.plan(spans, [self._draft_room(span) for span in spans], min(budget.tokens, budget.scored_rows))
-        return tuple(self.tables.lend(span.sequence, count, self._num_spare_blocks) for span, count in zip(spans, counts, strict=True))
+        counts = self._speculator.plan(spans, self._draft_room, min(budget.tokens, budget.scored_rows))
+        return tuple(
+            self.tables.lend(span.sequence, count, self._num_spare_blocks) if count else 0
+            for span, count in zip(spans, counts, strict=True)
+        )
 
     def _draft_room(self, span: Span) -> int:
         """Most drafts that could be kept with the token that follows them, and have slots."""
         sequence = span.sequence
-        if not span.samples or span.length > 1 or not sequence.sampling.speculation:
-            return 0
         slots = (len(sequence.block_table) + self._num_spare_blocks) * self.config.block_size - sequence.num_tokens
         return min(slots, sequence.max_computed_tokens - sequence.num_tokens)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from services.worker.engine.kernels import library
-from services.worker.engine.kernels.sampling import choose
+from services.worker.engine.kernels import sampling as kernels
 from services.worker.engine.noise import gumbel, noise_keys
 from services.worker.engine.request import PositionLogprobs, SamplingParams, TokenLogprob
 
@@ -54,8 +54,16 @@ class Sample:
     unsatisfiable: bool = False  # the row's own bans leave nothing
 
 
-Choose = Callable[[Tensor, Tensor, Sequence[SampleRow]], list[int]]
-"""(processed logits [num_rows, vocab], the greatest of each row, rows) -> token ids, which mean nothing where the greatest isn't finite."""
+@dataclass(frozen=True)
+class Peaks:
+    """The greatest of each row's processed logits, fp32 [num_rows], and the first token that has it, if it is finite."""
+
+    logits: Tensor
+    token_ids: list[int]
+
+
+Choose = Callable[[Tensor, Peaks, Sequence[SampleRow]], list[int]]
+"""(processed logits [num_rows, vocab], their peaks, rows) -> token ids, which mean nothing where the peak isn't finite."""
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow], choose: Choose | None = None) -> list[Sample]:
@@ -68,7 +76,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], choose: Choose | None = No
     wanting = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
     raw = torch.log_softmax(logits[wanting], dim=-1) if wanting else None
     _process(logits, rows)
-    peaks = logits.amax(dim=-1)
+    peaks = peaks_of(logits)
     tokens = (choose or loudest)(logits, peaks, rows)
     logprobs: dict[int, PositionLogprobs] = {}
     if raw is not None:
@@ -76,7 +84,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], choose: Choose | None = No
         logprobs = dict(zip(wanting, _describe(raw, [tokens[index] for index in wanting], counts), strict=True))
     return [
         Sample(token, logprobs.get(index)) if peak > float("-inf") and peak < float("inf") else _failed(peak)
-        for index, (token, peak) in enumerate(zip(tokens, peaks.tolist(), strict=True))
+        for index, (token, peak) in enumerate(zip(tokens, peaks.logits.tolist(), strict=True))
     ]
 
 
@@ -138,23 +146,35 @@ def _repel(flat: Tensor, vocab: int, rows: Sequence[SampleRow]) -> None:
 # --- choosing
 
 
-def loudest(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+def peaks_of(logits: Tensor) -> Peaks:
+    """Of processed logits [num_rows, vocab]. Kernels look over a row while torch would still wake its threads."""
+    compiled = _kernels_for(logits)
+    if compiled is not None:
+        return Peaks(*kernels.peaks(compiled, logits))
+    return Peaks(logits.amax(dim=-1), logits.argmax(dim=-1).tolist())
+
+
+def loudest(logits: Tensor, peaks: Peaks, rows: Sequence[SampleRow]) -> list[int]:
     """The Gumbel rule: see Choose. On a CPU with kernels they choose, the same token."""
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    tokens = list(peaks.token_ids)
     random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
     if not random:
         return tokens
     some = logits if len(random) == len(rows) else logits[random]
-    compiled = library.find() if logits.device.type == "cpu" else None
+    compiled = _kernels_for(logits)
     by = _by_torch if compiled is None else partial(_by_kernels, compiled)
-    for index, token in zip(random, by(some, peaks[random], [rows[index] for index in random]), strict=True):
+    for index, token in zip(random, by(some, peaks.logits[random], [rows[index] for index in random]), strict=True):
         tokens[index] = token
     return tokens
 
 
+def _kernels_for(logits: Tensor) -> library.Library | None:
+    return library.find() if logits.device.type == "cpu" else None
+
+
 def _by_kernels(compiled: library.Library, logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     params = [replace(row.sampling, temperature=max(row.sampling.temperature, _MIN_TEMPERATURE)) for row in rows]
-    return choose(compiled, logits, peaks.tolist(), params, [_noise_keys_of(row) for row in rows])
+    return kernels.choose(compiled, logits, peaks.tolist(), params, [_noise_keys_of(row) for row in rows])
 
 
 def _by_torch(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:

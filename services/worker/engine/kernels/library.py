@@ -85,6 +85,12 @@ class Step(ctypes.Structure):
     )
 
 
+class Peak(ctypes.Structure):
+    """See sampler.cpp."""
+
+    _fields_ = (("logit", ctypes.c_float), ("token", ctypes.c_int32))
+
+
 class SampledRow(ctypes.Structure):
     """See sampler.cpp."""
 
@@ -160,6 +166,8 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
     functions.forebay_forward.restype = ctypes.c_int
     functions.forebay_close.argtypes = [ctypes.c_void_p]
     functions.forebay_close.restype = None
+    functions.forebay_peaks.argtypes = [ctypes.c_void_p, ctypes.POINTER(Peak), ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    functions.forebay_peaks.restype = ctypes.c_int
     functions.forebay_sample.argtypes = [ctypes.POINTER(SampledRow), ctypes.c_int, ctypes.c_int, ctypes.c_int]
     functions.forebay_sample.restype = ctypes.c_int
     functions.forebay_probe_open.argtypes = [ctypes.c_int, ctypes.c_int, runner]

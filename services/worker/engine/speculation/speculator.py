@@ -4,6 +4,7 @@ Greedy over the whole batch: the draft most likely to be accepted comes next, as
 """
 
 import heapq
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from services.worker.engine.speculation.acceptance import Acceptance
 from services.worker.engine.speculation.drafter import Drafter, Outlook
 from services.worker.engine.speculation.step_time import Load, StepTime
 
+_LEAST_GAIN = 0.03  # of the tokens per second: less is lost in what the estimates are off by
 _PROBE_INTERVAL = 64  # steps without a draft for want of gain, after which one is made to see whether that still holds
 
 
@@ -30,8 +32,9 @@ class _Prospect:
     """A sequence that can be drafted for in this step."""
 
     span: int  # its index
+    sequence: Sequence
     outlook: Outlook
-    chance: float  # of each draft, given that those before it were accepted
+    chance: float  # that the first draft comes true
     room: int
 
 
@@ -43,14 +46,14 @@ class Speculator:
         self._drafter = drafter
         self._max_drafts = max_drafts
         self._step_time = step_time or StepTime()
-        self._acceptance = Acceptance(drafter.prior)
+        self.acceptance = Acceptance(drafter.prior)
         self._outlooks: dict[Sequence, Outlook] = {}  # of this step
         self._num_idle_steps = 0  # since the last draft, or chance of one
 
-    def plan(self, spans: Seq[Span], rooms: Seq[int], budget: int) -> list[int]:
-        """How many drafts each span should get: at most its room, and `budget` in all."""
+    def plan(self, spans: Seq[Span], room: Callable[[Span], int], budget: int) -> list[int]:
+        """How many drafts each span should get: at most as there is room for, and `budget` in all."""
         counts = [0] * len(spans)
-        prospects = self._prospects(spans, rooms)
+        prospects = self._prospects(spans, room)
         if not prospects or not self._step_time.known:
             return counts
         for prospect, count in zip(prospects, self._best_counts(prospects, spans, budget), strict=True):
@@ -61,27 +64,28 @@ class Speculator:
             counts[max(prospects, key=lambda prospect: prospect.chance).span] = 1
         return counts
 
-    def _prospects(self, spans: Seq[Span], rooms: Seq[int]) -> list[_Prospect]:
+    def _prospects(self, spans: Seq[Span], room: Callable[[Span], int]) -> list[_Prospect]:
         self._outlooks.clear()
         prospects = []
-        for index, (span, room) in enumerate(zip(spans, rooms, strict=True)):
-            if room <= 0 or (outlook := self._drafter.outlook(span.sequence)) is None:
+        for index, span in enumerate(spans):
+            if not span.may_draft or (outlook := self._drafter.outlook(span.sequence)) is None:
+                continue
+            if (most := min(room(span), self._max_drafts)) <= 0:
                 continue
             self._outlooks[span.sequence] = outlook
-            chance = self._acceptance.chance(span.sequence, outlook.grade)
-            prospects.append(_Prospect(index, outlook, chance, min(room, self._max_drafts)))
+            chance = self.acceptance.chance(span.sequence, outlook.grade(0))
+            prospects.append(_Prospect(index, span.sequence, outlook, chance, most))
         return prospects
 
     def _best_counts(self, prospects: Seq[_Prospect], spans: Seq[Span], budget: int) -> list[int]:
-        """Drafts by prospect, for the most expected tokens per second."""
+        """Drafts by prospect, for the most expected tokens per second; none for a gain that is next to nothing."""
         tokens, seconds = float(sum(span.samples for span in spans)), self._step_time.seconds(load_of(spans))
-        if not self._drafter.pass_seconds:
-            return self._share(prospects, tokens, seconds, self._max_drafts, budget)[0]
-        # Each pass of a draft model serves all, so how many passes is the first question.
-        best, best_rate = [0] * len(prospects), tokens / seconds
-        for num_passes in range(1, self._max_drafts + 1):
-            with_passes = seconds + num_passes * self._drafter.pass_seconds
-            counts, rate = self._share(prospects, tokens, with_passes, num_passes, budget)
+        best, best_rate = [0] * len(prospects), tokens / seconds * (1 + _LEAST_GAIN)
+        seconds += self._step_time.drafting_seconds()
+        # Each pass of a draft model serves all, so how many passes is the first question; others draft as deep as they like for nothing.
+        pass_seconds = self._drafter.pass_seconds
+        for depth in range(1, self._max_drafts + 1) if pass_seconds else (self._max_drafts,):
+            counts, rate = self._share(prospects, tokens, seconds + depth * pass_seconds, depth, budget)
             if rate > best_rate:
                 best, best_rate = counts, rate
         return best
@@ -100,8 +104,10 @@ class Speculator:
             seconds += draft_seconds
             budget -= 1
             counts[index] += 1
-            if counts[index] < min(prospects[index].room, depth):
-                heapq.heappush(queue, (negative * prospects[index].chance, index))
+            prospect = prospects[index]
+            if counts[index] < min(prospect.room, depth):
+                given = self.acceptance.chance(prospect.sequence, prospect.outlook.grade(counts[index]))
+                heapq.heappush(queue, (negative * given, index))
         return counts, tokens / seconds
 
     def draft(self, batch: Batch) -> Batch:
@@ -125,11 +131,10 @@ class Speculator:
             self.counters.drafts += 1
             self.counters.draft_tokens += len(drafts)
             self.counters.accepted_tokens += num_accepted
-        if outlook is not None and token_ids:
-            guesses = drafts or (outlook.token_id,)
-            if guesses[0] is not None:
-                num_judged = min(len(guesses), len(token_ids))
-                self._acceptance.record(span.sequence, outlook.grade, count_accepted(guesses, token_ids), num_judged)
+        if outlook is not None:
+            for depth, (guess, token_id) in enumerate(zip(drafts or (outlook.token_id,), token_ids, strict=False)):
+                if guess is not None:
+                    self.acceptance.record(span.sequence, outlook.grade(depth), accepted=guess == token_id)
         return num_accepted
 
     def observe(self, spans: Seq[Span], seconds: float) -> None:
@@ -139,7 +144,7 @@ class Speculator:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended. Idempotent."""
         self._outlooks.pop(sequence, None)
-        self._acceptance.forget(sequence)
+        self.acceptance.forget(sequence)
         self._drafter.forget(sequence)
 
 
@@ -149,10 +154,11 @@ def load_of(spans: Seq[Span]) -> Load:
         sum(span.length for span in spans),
         sum(len(span.scored) + len(span.sampled) for span in spans),
         sum(span.end for span in spans),
+        has_drafts=any(span.draft.token_ids for span in spans),
     )
 
 
-def count_accepted(guesses: Seq[int | None], token_ids: Seq[int]) -> int:
+def count_accepted(guesses: Seq[int], token_ids: Seq[int]) -> int:
     """How many tokens from the first on are as guessed."""
     count = 0
     for guess, token_id in zip(guesses, token_ids, strict=False):

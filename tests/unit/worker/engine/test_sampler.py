@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from services.worker.engine.noise import gumbel, noise_keys
 from services.worker.engine.request import SamplingParams
-from services.worker.engine.sampler import SampleRow, sample, score
+from services.worker.engine.sampler import SampleRow, peaks_of, sample, score
 from tests.tiny_models import kernels
 
 pytestmark = pytest.mark.timeout(300)  # the first test for a target may have to compile it
@@ -276,6 +276,25 @@ def test_scores_are_log_softmax() -> None:
         assert position.chosen.logprob == pytest.approx(reference[index, [3, 1, 4, 1, 5][index]].item(), abs=1e-5)
         assert [t.token_id for t in position.top] == reference[index].topk(2).indices.tolist()
         assert position.has_logprob
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 1024, 1025, 4999])
+def test_peaks_are_the_first_of_the_greatest(vocab: int) -> None:
+    logits = torch.randint(-30, 4, (40, vocab), generator=torch.Generator().manual_seed(vocab)).float()
+    logits[1] = float("-inf")
+    logits[2, -1] = 9.0
+    peaks = peaks_of(logits)
+    greatest = logits.max(dim=-1).values
+    assert torch.equal(peaks.logits, greatest)
+    assert peaks.token_ids == [values.tolist().index(top) for values, top in zip(logits, greatest.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1023, 1030])
+def test_a_peak_isnt_finite_where_a_logit_isnt(odd: float, place: int) -> None:
+    logits = torch.zeros(3, 1031)
+    logits[1, place] = odd
+    assert peaks_of(logits).logits.isfinite().tolist() == [True, False, True]
 
 
 def test_no_rows_no_samples() -> None:

@@ -18,7 +18,7 @@ from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.models.decoder import Decoder
 from services.worker.engine.quantization import Weights, tensor
 from services.worker.engine.request import EngineRequest, SamplingParams, TokenOutput
-from services.worker.engine.sampler import distribution
+from services.worker.engine.sampler import Peaks, distribution
 from services.worker.engine.speculation.drafter import Drafter
 from services.worker.engine.speculation.model_drafter import ModelDrafter
 from services.worker.engine.verification import DRAFTING_RULES, RULES
@@ -242,8 +242,8 @@ def next_distribution(model: AnyDecoder, tokens: list[int], sampling: SamplingPa
         def __init__(self, spans: list[object]) -> None:
             self._spans = spans
 
-        def choose(self, logits: torch.Tensor, peaks: torch.Tensor, rows: list[object]) -> list[int]:
-            seen.append(distribution(logits, peaks, rows))  # type: ignore[arg-type]
+        def choose(self, logits: torch.Tensor, peaks: Peaks, rows: list[object]) -> list[int]:
+            seen.append(distribution(logits, peaks.logits, rows))  # type: ignore[arg-type]
             return logits.argmax(-1).tolist()
 
         def annotate(self, results: object) -> None: ...
