@@ -12,7 +12,7 @@ from services.worker.engine.batch import Batch, Budget, Span, SpanResult
 from services.worker.engine.block_tables import BlockTables
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.costs import Costs
-from services.worker.engine.grammar import Grammar, GrammarState
+from services.worker.engine.grammar import state_behind
 from services.worker.engine.request import (
     EngineRequest,
     FinishReason,
@@ -107,7 +107,7 @@ class Batcher:
             max_output_tokens=max_output_tokens,
             stop_ids=eos | frozenset(request.sampling.stop_token_ids),
             block_keys=list(group.prompt_keys),
-            grammar=_grammar_behind(request.grammar, delivered),
+            grammar=None if request.grammar is None else state_behind(request.grammar, delivered),
             scores_prompt=first and request.sampling.prompt_logprobs is not None,
         )
         sequence.finish_reason = sequence.ending
@@ -267,16 +267,6 @@ class Batcher:
         """Asserts what must hold between steps; when idle, that no block is referenced."""
         self.queue.check_integrity()
         self.tables.check_integrity(self.queue.running)
-
-
-def _grammar_behind(grammar: Grammar | None, delivered: Seq[int]) -> GrammarState | None:
-    """A choice's state in its grammar, behind the output that the client has already."""
-    if grammar is None:
-        return None
-    state = grammar.start()
-    for token_id in delivered:
-        state.advance(token_id)
-    return state
 
 
 def _take_scores(span: Span, result: SpanResult, output: TokenOutput) -> None:
