@@ -14,8 +14,8 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.host_pool import HostPool
 from services.worker.engine.request import EngineRequest, FinishReason, SequenceError, TokenOutput
+from tests.engine_harness import alone, drain, endings, greedy, run, some_requests
 from tests.fake_runner import VOCAB_SIZE, FakeRunner, fake_engine
-from tests.unit.worker.engine.test_batcher import Ending, alone, collect, drain, greedy, some_requests
 
 MANY = 256
 IDENTITY = CacheIdentity(b"org", "version", "fp32")
@@ -252,13 +252,8 @@ def test_b15_no_other_org_model_or_format_is_served_from_the_host(salt: bytes, m
 
 
 def finish(engine: Engine, request: EngineRequest) -> TokenOutput:
-    """The last output of a request of one choice."""
-    engine.add(request)
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step(0.0)
-        engine.check_integrity()
-    return outputs[-1]
+    """The whole output of a request of one choice."""
+    return run(engine, [request])[request.request_id, 0]
 
 
 def conversations(count: int, length: int = 20) -> list[EngineRequest]:
@@ -268,12 +263,8 @@ def conversations(count: int, length: int = 20) -> list[EngineRequest]:
 def test_what_the_device_evicts_comes_back_from_the_host() -> None:
     """Six conversations on a device that holds one: each second turn finds all that it can."""
     engine = fake_engine(ROOM)
-    endings = [{key: ending for request in conversations(6) for key, ending in alone(request).items()}]
     for _ in range(2):
-        for request in conversations(6):
-            engine.add(request)
-        endings.append(drain(engine))
-    assert endings[1] == endings[2] == endings[0]
+        assert endings(run(engine, conversations(6))) == alone(conversations(6))
     stats = engine.stats()
     assert stats.num_host_hit_tokens == stats.num_copied_in_blocks * 4 > 0
     assert stats.num_prefix_hit_tokens + stats.num_host_hit_tokens == 6 * 20
@@ -295,8 +286,7 @@ def test_a_long_prompt_comes_back_over_several_steps_and_nobody_waits_for_it() -
     engine.add(request)
     steps.clear()
     before = engine.stats()
-    endings = drain(engine)
-    assert endings["long", 0] == alone(request)["long", 0]
+    assert endings(drain(engine))["long", 0] == alone([request])["long", 0]
     assert steps[:5] == [{"beside": 1}] * 4 + [{"beside": 1, "long": 1}]
     after = engine.stats()
     assert after.num_copied_in_blocks - before.num_copied_in_blocks == 10
@@ -317,10 +307,7 @@ def test_no_step_copies_more_than_it_may_each_way(max_step_copies: int) -> None:
 
     engine.runner.copy = watched  # type: ignore[method-assign]
     for _ in range(3):
-        for request in conversations(3):
-            engine.add(request)
-        endings = drain(engine)
-        assert endings == {key: ending for request in conversations(3) for key, ending in alone(request).items()}
+        assert endings(run(engine, conversations(3))) == alone(conversations(3))
     assert max(len(batch.copies_out) for batch in batches) == max_step_copies
     assert max(len(batch.copies_in) for batch in batches) == max_step_copies
     assert any(not batch.spans for batch in batches)
@@ -345,9 +332,7 @@ def test_two_that_are_admitted_together_share_what_comes_back() -> None:
     finish(engine, EngineRequest("warm", prompt, greedy(1)))
     finish(engine, EngineRequest("flood", FLOOD, greedy(1)))
     requests = [EngineRequest(f"r{i}", [*prompt, i], greedy(3)) for i in range(2)]
-    for request in requests:
-        engine.add(request)
-    assert drain(engine) == {key: ending for request in requests for key, ending in alone(request).items()}
+    assert endings(run(engine, requests)) == alone(requests)
     assert engine.stats().num_copied_in_blocks == 4
 
 
@@ -357,9 +342,7 @@ def test_preempted_sequences_come_back_from_the_host() -> None:
     computed = []
     for host_blocks in (0, 200):
         engine = fake_engine(EngineConfig(num_blocks=39, block_size=4, max_step_tokens=64, max_sequences=8, host_blocks=host_blocks))
-        for request in requests:
-            engine.add(request)
-        assert drain(engine) == {key: ending for request in requests for key, ending in alone(request).items()}
+        assert endings(run(engine, requests)) == alone(requests)
         assert engine.stats().num_preemptions > 0
         computed.append(engine.stats().num_computed_tokens)
     assert engine.stats().num_copied_in_blocks > 0
@@ -384,12 +367,10 @@ def test_requests_that_fail_before_or_while_computing_leave_the_others_right(
     config = EngineConfig(num_blocks=16, block_size=4, max_step_tokens=20, max_sequences=5, host_blocks=host_blocks)
     engine = fake_engine(config, before_execute=fail)
     for number in range(1 + again):
-        for request in requests:
-            engine.add(dataclasses.replace(request, request_id=f"{request.request_id}/{number}"))
-        for (name, choice), ending in drain(engine).items():
-            request = next(r for r in requests if r.request_id == name.partition("/")[0])
-            if ending[1] is not FinishReason.ERROR:
-                assert ending == alone(request)[request.request_id, choice]
+        renamed = [dataclasses.replace(request, request_id=f"{request.request_id}/{number}") for request in requests]
+        expected = alone(renamed)
+        for key, ending in endings(run(engine, renamed)).items():
+            assert ending[1] is FinishReason.ERROR or ending == expected[key]
 
 
 def test_what_a_failed_request_computed_comes_back_from_nowhere() -> None:
@@ -412,14 +393,11 @@ def test_what_a_failed_request_computed_comes_back_from_nowhere() -> None:
 def test_abort_leaves_no_slot_referenced_in_any_state(after: int) -> None:
     """Waiting, just come back from the host, decoding, preempted: `drain` checks that each step settles its copies."""
     engine = fake_engine(EngineConfig(num_blocks=10, block_size=4, max_step_tokens=16, max_sequences=3, host_blocks=30))
+    run(engine, conversations(4))
     for request in conversations(4):
         engine.add(request)
-    drain(engine)
-    for request in conversations(4):
-        engine.add(request)
-    endings: dict[tuple[str, int], Ending] = {}
     for _ in range(after):
-        collect(engine, engine.step(0.0), endings)
+        engine.step(0.0)
     for index in (0, 2):
         engine.abort(f"r{index}")
         engine.check_integrity()
