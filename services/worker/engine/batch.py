@@ -98,7 +98,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The spans of one step, at most one per sequence, and the copies before it. No spans when no sequence has anything to compute.
+    """The spans of one step, at most one per sequence, and the copies before it. No spans when no sequence has anything to compute yet.
 
     Copies out save what blocks held before this step; copies in may read what those have just written. No target is named twice.
     """

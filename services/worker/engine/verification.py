@@ -12,8 +12,9 @@ from torch import Tensor
 
 from services.worker.engine.batch import Span, SpanResult
 from services.worker.engine.config import Verification
+from services.worker.engine.noise import gumbel
 from services.worker.engine.request import SequenceError
-from services.worker.engine.sampler import Peaks, Sample, SampleRow, distribution, gumbel, loudest, noise_key_columns
+from services.worker.engine.sampler import Peaks, Sample, SampleRow, distribution, loudest, noise_key_columns
 
 # Noise beside that of the tokens themselves: what decides must not depend on what it decides about.
 _DRAFT_STREAM, _ACCEPT_STREAM, _RESIDUAL_STREAM = 1, 2, 3

@@ -6,6 +6,7 @@ another CPU isn't found.
 
 import ctypes
 import hashlib
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -127,6 +128,12 @@ def load(path: Path) -> Library:
     """Opens a library, named as `library_path` names it. OSError."""
     target, _, sources = path.stem.removeprefix("forebay-").rpartition("-")
     return Library(f"{target}-{sources[:8]}", _declare(ctypes.CDLL(str(path))))
+
+
+def check(code: int, what: str) -> None:
+    """OSError where a function of the library came back with an error number."""
+    if code:
+        raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
 def library_path(target: str) -> Path:

@@ -1,12 +1,11 @@
-"""The sampler in C++ for rows on the CPU: the token that the Gumbel noise of sampler.py chooses. See sampler.cpp."""
+"""The sampler in C++ for rows on the CPU: the token that the Gumbel noise of noise.py chooses. See sampler.cpp."""
 
-import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from services.worker.engine.kernels.library import Library, Peak, SampledRow
+from services.worker.engine.kernels.library import Library, Peak, SampledRow, check
 from services.worker.engine.request import SamplingParams
 
 _UINT32 = 0xFFFFFFFF
@@ -21,7 +20,7 @@ def peaks(compiled: Library, logits: Tensor) -> tuple[Tensor, list[int]]:
     assert logits.dtype == torch.float32
     num_rows, vocab = logits.shape
     found = (Peak * num_rows)()
-    _check(compiled.functions.forebay_peaks(logits.data_ptr(), found, num_rows, vocab, torch.get_num_threads()), f"{num_rows} peaks")
+    check(compiled.functions.forebay_peaks(logits.data_ptr(), found, num_rows, vocab, torch.get_num_threads()), f"{num_rows} peaks")
     return torch.tensor([peak.logit for peak in found]), [peak.token for peak in found]
 
 
@@ -40,10 +39,5 @@ def choose(
     for index, (peak, p, (first, second)) in enumerate(zip(peaks, params, keys, strict=True)):
         top_k = p.top_k if 0 < p.top_k < vocab else 0
         rows[index] = SampledRow(start + index * stride, peak, p.temperature, p.top_p, p.min_p, top_k, first & _UINT32, second & _UINT32)
-    _check(compiled.functions.forebay_sample(rows, num_rows, vocab, torch.get_num_threads()), f"sampling {num_rows} rows")
+    check(compiled.functions.forebay_sample(rows, num_rows, vocab, torch.get_num_threads()), f"sampling {num_rows} rows")
     return [row.token for row in rows]
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        raise OSError(code, f"{what}: {os.strerror(code)}")
