@@ -24,6 +24,7 @@ from services.worker.engine.quantization import LEVELS
 
 TARGETS = {"quote": 3.0, "rewrite": 3.0, "code": 2.0, "summarise": 2.0, "json": 1.4}
 WORST_TARGET = 0.95
+SELF_SET, SELF_LEVEL, SELF_DRAFT_LEVEL, SELF_TARGET = "chat", "bf16", "int4", 1.4
 # Student's t, 95 % on one side, by degrees of freedom; beyond, the normal distribution's.
 _T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 
@@ -63,10 +64,11 @@ class Plan:
 class Bench:
     """Two engines with the same weights, one of which speculates."""
 
-    def __init__(self, path: Path, plan: Plan, config: EngineConfig, max_drafts: int) -> None:
+    def __init__(self, path: Path, plan: Plan, config: EngineConfig) -> None:
+        """`config` is that of the engine that speculates."""
         self._plan = plan
-        self._off = Engine.from_path(path, replace(config, speculation=0))
-        self._on = Engine.from_path(path, replace(config, speculation=max_drafts))
+        self._off = Engine.from_path(path, replace(config, speculation=0, draft_level=None))
+        self._on = Engine.from_path(path, config)
 
     def cells(self) -> dict[tuple[str, int], Cell]:
         """Measures every set at every batch size, all of them once per round."""
@@ -128,6 +130,14 @@ def figures(cells: dict[tuple[str, int], Cell]) -> Iterator[dict[str, object]]:
     yield line("spec_worst", min(cell.lower_bound for cell in cells.values()), "x", WORST_TARGET)
 
 
+def self_figures(path: Path, plan: Plan, config: EngineConfig) -> Iterator[dict[str, object]]:
+    """The JSON lines of weights that draft for themselves at fewer bits, one sequence at a time."""
+    alone = replace(plan, prompts={SELF_SET: plan.prompts[SELF_SET]}, batches=[1])
+    (cell,) = Bench(path, alone, replace(config, level=SELF_LEVEL, draft_level=SELF_DRAFT_LEVEL)).cells().values()
+    yield line(f"spec_self_{SELF_SET}", cell.ratio, "x", SELF_TARGET)
+    yield line(f"spec_acceptance_self_{SELF_SET}", cell.num_accepted_tokens / max(1, cell.num_draft_tokens), "of drafts")
+
+
 def line(figure: str, value: float, unit: str, target: float | None = None) -> dict[str, object]:
     """One figure; `holds` is null where there is no target."""
     holds = None if target is None else value >= target
@@ -168,10 +178,14 @@ def main() -> None:
         max_step_tokens=512,
         num_threads=arguments.threads,
         level=arguments.level or suggested_level(path),
+        speculation=arguments.max_drafts,
     )
     plan = Plan(prompts, arguments.batches, arguments.rounds, arguments.max_tokens)
-    for figure in figures(Bench(path, plan, config, arguments.max_drafts).cells()):
+    for figure in figures(Bench(path, plan, config).cells()):
         print(json.dumps(figure), flush=True)
+    if SELF_SET in prompts:
+        for figure in self_figures(path, plan, config):
+            print(json.dumps(figure), flush=True)
 
 
 if __name__ == "__main__":

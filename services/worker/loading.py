@@ -22,6 +22,7 @@ from services.worker.engine import backend
 from services.worker.engine.config import EngineConfig, ModelConfig, Verification
 from services.worker.engine.engine import Engine
 from services.worker.engine.loader import read_config, suggested_level
+from services.worker.engine.quantization import LEVELS
 from services.worker.settings import WorkerSettings
 from services.worker.wire import Served
 
@@ -64,6 +65,7 @@ def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
     try:
         if config.level == "auto":
             config = replace(config, level=_level(config, settings.model_path, model))
+        config = replace(config, draft_level=_draft_level(settings, config))
         block_bytes = backend.block_bytes(config, model)
     except backend.BackendError as error:
         raise SettingsError(str(error)) from error
@@ -115,6 +117,17 @@ def _level(config: EngineConfig, path: Path, model: ModelConfig) -> str:
     if backend.kernels(replace(config, level="fp32"), model) is not None:
         return suggested_level(path)
     return "fp32" if config.device == "cpu" else "bf16"
+
+
+def _draft_level(settings: WorkerSettings, config: EngineConfig) -> str | None:
+    """None: no second copy. SettingsError where it would be of no use."""
+    if settings.draft_level == "none":
+        return None
+    if config.speculation == 0:
+        raise SettingsError(f"FOREBAY_DRAFT_LEVEL={settings.draft_level} drafts, and FOREBAY_SPECULATION is 0: set one of them otherwise")
+    if LEVELS.index(settings.draft_level) <= LEVELS.index(config.level):
+        raise SettingsError(f"FOREBAY_DRAFT_LEVEL={settings.draft_level} must have fewer bits than the weights, which are {config.level}")
+    return settings.draft_level
 
 
 def _load_into(loaded: "Future[tuple[Engine, Served]]", settings: WorkerSettings) -> None:

@@ -25,7 +25,7 @@ class WorkerSettings(ServiceSettings):
     level: str = Field(
         "auto",
         pattern=r"^(auto|fp32|bf16|int8|int4)$",
-        description="fp32, bf16, int8 or int4 weights; auto: as few bits as the file has, fp32 where torch computes on a CPU",
+        description="fp32, bf16, int8 or int4 weights; auto: as few bits as the file has; by torch fp32 on a CPU, bf16 elsewhere",
     )
     kv_format: str = Field("auto", pattern=r"^(auto|fp32|bf16|int8|fp8)$", description="of the cache; auto: fp32 at level fp32, else bf16")
     backend: str = Field("auto", pattern=r"^(auto|native|torch)$", description="native CPU kernels or torch; auto: native where they fit")
@@ -39,6 +39,11 @@ class WorkerSettings(ServiceSettings):
     prefix_cache: bool = Field(True, description="keep the blocks of ended sequences for prompts that begin alike")
     speculation: int | None = Field(
         None, ge=0, le=64, description="most draft tokens per sequence and step, 0: none; default: 8 on a CPU, none elsewhere"
+    )
+    draft_level: str = Field(
+        "none",
+        pattern=r"^(none|bf16|int8|int4)$",
+        description="a second copy of the weights at this lower level drafts, such as int4 for bf16; none: lookups in the text itself do",
     )
     verification: Verification = Field(
         Verification.GUMBEL, description="gumbel: drafts change no token of a seed; rejection: they don't change the distribution"

@@ -1,7 +1,7 @@
 """Which decoder computes a model: C++ kernels on the CPU where they are compiled and fit, else torch. Loads it with its cache."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.models.decoder import Decoder
 from services.worker.engine.models.native import NativeDecoder, unsupported
 from services.worker.engine.quantization import Weights
-from services.worker.engine.verification import RULES
+from services.worker.engine.verification import DRAFTING_RULES, RULES, Rule
 
 BACKENDS = ("auto", "native", "torch")
 
@@ -28,26 +28,47 @@ class BackendError(ValueError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to run."""
+    """A model ready to run; `drafting` is the same at config.draft_level, on the same cache."""
 
     runner: Runner
     config: ModelConfig
     version: str
+    drafting: Runner | None = None
 
 
-def load(path: Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Loaded:
+Progress = Callable[[int, int], None]
+
+
+def load(path: Path, config: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Reads the model at the config's level. ModelFileError for a bad file, BackendError, OSError where threads can't be had."""
-    rule = RULES[config.verification]
+    if config.draft_level is None:
+        return _load(path, config, RULES[config.verification], None, progress)
+    loaded = _load(path, config, RULES[config.verification], None, _part(progress, 0))
+    assert isinstance(loaded.runner, ModelRunner)
+    lower = replace(config, level=config.draft_level, kv_format=config.cache_format, host_blocks=0)
+    drafting = _load(path, lower, DRAFTING_RULES[config.verification], loaded.runner.kv, _part(progress, 1))
+    return replace(loaded, drafting=drafting.runner)
+
+
+def _part(progress: Progress | None, part: int) -> Progress | None:
+    """Of a file that is read twice."""
+    return progress and (lambda done, total: progress(part * total + done, 2 * total))
+
+
+def _load(path: Path, config: EngineConfig, rule: type[Rule], shared: NativeCache | KVCache | None, progress: Progress | None) -> Loaded:
+    """`shared` is a cache to use instead of one of its own."""
 
     def make(model: ModelConfig, weights: Weights, version: str) -> Loaded:
         compiled = kernels(config, model)
         if compiled is None:
             decoder = Decoder(model, weights, version)
-            kv = KVCache(model, config.num_blocks, config.block_size, config.cache_format, decoder.device)
+            assert not isinstance(shared, NativeCache)
+            kv = shared or KVCache(model, config.num_blocks, config.block_size, config.cache_format, decoder.device)
             return Loaded(ModelRunner(decoder, kv, config.host_blocks, rule), model, version)
         num_threads = config.num_threads or torch.get_num_threads()
         native = NativeDecoder(model, weights, version, config.level, compiled, num_threads)
-        cache = NativeCache(model, config.num_blocks, config.block_size, config.cache_format)
+        assert not isinstance(shared, KVCache)
+        cache = shared or NativeCache(model, config.num_blocks, config.block_size, config.cache_format)
         native.bind(cache)
         return Loaded(ModelRunner(native, cache, config.host_blocks, rule), model, version)
 

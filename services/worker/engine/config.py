@@ -122,6 +122,7 @@ class EngineConfig:
     num_threads: int | None = None  # None: torch's default
     prefix_cache: bool = True
     speculation: int = 0  # most draft tokens per sequence and step; 0: off
+    draft_level: str | None = None  # of a second copy of the weights, which drafts; None: lookups in a sequence's own past do
     verification: Verification = Verification.GUMBEL
     host_blocks: int = 0  # what the prefix cache evicts goes on in as many blocks of host memory
     max_step_copies: int = 256  # blocks copied there in one step, and as many back: at 2 MiB over PCIe some 20 ms each way

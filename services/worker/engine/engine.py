@@ -24,6 +24,7 @@ from services.worker.engine.request import (
     TokenOutput,
     check,
 )
+from services.worker.engine.speculation.model_drafter import ModelDrafter
 from services.worker.engine.speculation.speculator import SpeculationCounters, Speculator
 from services.worker.engine.speculation.suffix_drafter import SuffixDrafter
 
@@ -103,7 +104,7 @@ class Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded = backend.load(Path(path), config, progress)
-        model = loaded.config
+        model, drafting = loaded.config, loaded.drafting
         return cls(
             loaded.runner,
             config,
@@ -111,6 +112,7 @@ class Engine:
             eos_token_ids=model.eos_token_ids,
             max_model_len=min(config.max_model_len or model.max_position, model.max_position),
             model_version=loaded.version,
+            speculator=None if drafting is None else Speculator(ModelDrafter(drafting, time.perf_counter), config.speculation),
         )
 
     @property

@@ -156,3 +156,16 @@ def test_the_fingerprint_names_a_rule_that_lets_drafts_decide() -> None:
 
     assert name() == name(speculation=0) == name(speculation=0, verification="rejection")
     assert name(verification="rejection") == name() + "/rejection"
+
+
+def test_a_lower_level_may_draft() -> None:
+    def drafting(**fields: object) -> tuple[str | None, int]:
+        config = engine_config(WorkerSettings(model="m", num_blocks=2, level="bf16", **fields), SMALL)  # type: ignore[arg-type]
+        return config.draft_level, config.speculation
+
+    assert drafting() == (None, 8)
+    assert drafting(draft_level="int4") == ("int4", 8)
+    with pytest.raises(SettingsError, match="FOREBAY_DRAFT_LEVEL=bf16 must have fewer bits than the weights, which are bf16"):
+        drafting(draft_level="bf16")
+    with pytest.raises(SettingsError, match="FOREBAY_DRAFT_LEVEL=int4 drafts, and FOREBAY_SPECULATION is 0"):
+        drafting(draft_level="int4", speculation=0)

@@ -8,7 +8,7 @@ import pytest
 
 from services.worker.engine import backend
 from services.worker.engine.backend import BackendError
-from services.worker.engine.config import EngineConfig, ModelConfig
+from services.worker.engine.config import EngineConfig, ModelConfig, Verification
 from services.worker.engine.engine import Engine
 from services.worker.engine.kernels import library
 from services.worker.engine.kernels.cache import page_bytes as native_page_bytes
@@ -16,6 +16,9 @@ from services.worker.engine.kv_cache import page_bytes
 from services.worker.engine.loader import read_config
 from services.worker.engine.models.decoder import Decoder
 from services.worker.engine.models.native import NativeDecoder
+from services.worker.engine.request import EngineRequest
+from tests.drafters import always
+from tests.engine_harness import greedy, run, tokens_of
 from tests.tiny_models import kernels, save_model
 
 CONFIG = EngineConfig(num_blocks=8, num_threads=1)
@@ -88,3 +91,19 @@ def test_an_engine_has_the_decoder_and_cache_of_its_backend(folder: Path, monkey
     engine = Engine.from_path(folder, replace(CONFIG, level="int8"))
     assert isinstance(engine.runner.model, Decoder)  # type: ignore[attr-defined]
     assert engine.runner.kv.kv_format == "bf16"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("by", ["native", "torch"])
+@pytest.mark.parametrize("verification", list(Verification))
+def test_weights_may_draft_for_themselves_at_a_lower_level(
+    folder: Path, by: str, verification: Verification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker.engine.engine.Speculator", lambda drafter, max_drafts: always(max_drafts, drafter))
+    config = replace(CONFIG, level="bf16", kv_format="fp32", backend=by, num_blocks=32, verification=verification)
+    requests = [EngineRequest(str(index), [index + 1, 2, 3], greedy(20)) for index in range(3)]
+    told: list[tuple[int, int]] = []
+    drafting = Engine.from_path(folder, replace(config, draft_level="int4", speculation=4), lambda *done: told.append(done))
+    assert tokens_of(run(drafting, requests)) == tokens_of(run(Engine.from_path(folder, config), requests))
+    assert drafting.stats().num_accepted_tokens > 0
+    assert told == sorted(told), "one file, read twice, is one progress"
+    assert told[-1][0] == told[-1][1]
