@@ -4,6 +4,7 @@ import torch
 
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.kernels import library
+from services.worker.engine.kernels.memory import large_pages
 
 LANES = 16
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "fp8": 1}
@@ -17,7 +18,7 @@ class NativeCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.kv_format = kv_format
-        self.pages = torch.zeros(num_blocks, page_bytes(config, block_size, kv_format), dtype=torch.uint8)
+        self.pages = large_pages(num_blocks * page_bytes(config, block_size, kv_format)).view(num_blocks, -1)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -67,10 +67,26 @@ struct Rows {
   }
 };
 
+// Sums stay in registers as long as every loop over them is unrolled.
+template <int R>
+inline void clear(f32x16 (&acc)[R][2]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zero();
+}
+
+template <int R>
+inline void keep(const f32x16 (&acc)[R][2], float (&sums)[R][kPanel]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) store(sums[r], acc[r][0]), store(sums[r] + kLanes, acc[r][1]);
+}
+
+// `dot`: R rows from `row` on times a panel. A function by itself, so that its loop isn't compiled anew, and differently, for each use.
 struct F32Kernel {
   static constexpr int kMaxRows = 12;
   template <int R>
-  static void dot(const uint8_t* weights, int num_groups, const Rows& rows, int row, f32x16 (&acc)[R][2]) {
+  [[gnu::noinline]] static void dot(const uint8_t* weights, int num_groups, const Rows& rows, int row, float (&sums)[R][kPanel]) {
+    f32x16 acc[R][2];
+    clear(acc);
     const float* x[R];
     for (int r = 0; r < R; ++r) x[r] = reinterpret_cast<const float*>(rows.values + (row + r) * rows.row_bytes());
     const float* w = reinterpret_cast<const float*>(weights);
@@ -85,13 +101,16 @@ struct F32Kernel {
         acc[r][1] = fma(v, w1, acc[r][1]);
       }
     }
+    keep(acc, sums);
   }
 };
 
 struct BF16Kernel {
   static constexpr int kMaxRows = 12;
   template <int R>
-  static void dot(const uint8_t* weights, int num_groups, const Rows& rows, int row, f32x16 (&acc)[R][2]) {
+  [[gnu::noinline]] static void dot(const uint8_t* weights, int num_groups, const Rows& rows, int row, float (&sums)[R][kPanel]) {
+    f32x16 acc[R][2];
+    clear(acc);
     const uint8_t* x[R];
     for (int r = 0; r < R; ++r) x[r] = rows.values + (row + r) * rows.row_bytes();
     for (int pair = 0; pair < num_groups * kGroup / 2; ++pair, weights += 2 * 64) {
@@ -105,13 +124,16 @@ struct BF16Kernel {
         acc[r][1] = dot_bf16(acc[r][1], v, w1);
       }
     }
+    keep(acc, sums);
   }
 };
 
 struct I8Kernel {
   static constexpr int kMaxRows = 6;
   template <int R>
-  static void dot(const uint8_t* weights, int num_groups, const Rows& rows, int row, f32x16 (&acc)[R][2]) {
+  [[gnu::noinline]] static void dot(const uint8_t* weights, int num_groups, const Rows& rows, int row, float (&sums)[R][kPanel]) {
+    f32x16 acc[R][2];
+    clear(acc);
     const uint8_t* x = rows.values + row * rows.row_bytes();
     const float *scales = rows.scales + size_t(row) * num_groups, *totals = rows.totals + size_t(row) * num_groups;
     for (int g = 0; g < num_groups; ++g, weights += kGroupBytes[kI8]) {
@@ -139,13 +161,16 @@ struct I8Kernel {
         acc[r][1] = fma(fma(to_float(part[r][1]), s, excess), d1, acc[r][1]);
       }
     }
+    keep(acc, sums);
   }
 };
 
 struct I4Kernel {
   static constexpr int kMaxRows = 6;
   template <int R>
-  static void dot(const uint8_t* weights, int num_groups, const Rows& rows, int row, f32x16 (&acc)[R][2]) {
+  [[gnu::noinline]] static void dot(const uint8_t* weights, int num_groups, const Rows& rows, int row, float (&sums)[R][kPanel]) {
+    f32x16 acc[R][2];
+    clear(acc);
     const uint8_t* x = rows.values + row * rows.row_bytes();
     const float *scales = rows.scales + size_t(row) * num_groups, *totals = rows.totals + size_t(row) * num_groups;
     for (int g = 0; g < num_groups; ++g, weights += kGroupBytes[kI4]) {
@@ -175,20 +200,18 @@ struct I4Kernel {
         acc[r][1] = fma(mul(to_float(part[r][1]), s), d1, fma(total, m1, acc[r][1]));
       }
     }
+    keep(acc, sums);
   }
 };
 
 // `done(row, low, high)` takes the 32 sums of one row, bias added.
 template <class Kernel, int R, class Done>
 inline void tile(const Matrix& matrix, int panel, const Rows& rows, int row, Done&& done) {
-  f32x16 acc[R][2];
-  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zero();
-  Kernel::template dot<R>(matrix.panel(panel), matrix.num_groups(), rows, row, acc);
-  if (matrix.bias != nullptr) {
-    const f32x16 b0 = load(matrix.bias + panel * kPanel), b1 = load(matrix.bias + panel * kPanel + kLanes);
-    for (int r = 0; r < R; ++r) acc[r][0] = add(acc[r][0], b0), acc[r][1] = add(acc[r][1], b1);
-  }
-  for (int r = 0; r < R; ++r) done(row + r, acc[r][0], acc[r][1]);
+  alignas(64) float sums[R][kPanel];
+  Kernel::template dot<R>(matrix.panel(panel), matrix.num_groups(), rows, row, sums);
+  f32x16 bias[2] = {zero(), zero()};
+  if (matrix.bias != nullptr) bias[0] = load(matrix.bias + panel * kPanel), bias[1] = load(matrix.bias + panel * kPanel + kLanes);
+  for (int r = 0; r < R; ++r) done(row + r, add(load(sums[r]), bias[0]), add(load(sums[r] + kLanes), bias[1]));
 }
 
 template <class Kernel, int R, class Done>

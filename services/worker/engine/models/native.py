@@ -13,6 +13,7 @@ from torch import Tensor
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.kernels import library
 from services.worker.engine.kernels.cache import NativeCache
+from services.worker.engine.kernels.memory import Arena
 from services.worker.engine.kernels.packing import PANEL, interleave, pack
 from services.worker.engine.models.rotary import Rotary
 from services.worker.engine.models.step import Step
@@ -48,6 +49,7 @@ class NativeDecoder:
         self._functions = compiled.functions
         self._num_threads = num_threads
         self._kept: list[Tensor] = []  # what the structures point to
+        self._arena = Arena()
         self._layers = (library.Layer * config.num_layers)(*(self._layer(weights, i) for i in range(config.num_layers)))
         self._model = self._whole(weights, level)
         self._rotary = Rotary(config, torch.float32, "cpu")
@@ -176,7 +178,7 @@ class NativeDecoder:
             num_outputs, num_inputs = weight.shape
             num_inputs += (-width % GROUP) * (num_inputs // width) if width else -num_inputs % GROUP
             kind = "fp32" if weight.dtype == torch.float32 else "bf16"
-        packed = pack(weight, width)
+        packed = self._arena.place(pack(weight, width))
         self._kept.append(packed)
         num_outputs += -num_outputs % PANEL
         return library.Matrix(
