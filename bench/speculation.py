@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from bench.figure import line
 from bench.speculation_prompts import PROMPTS
 from services.cli.models import default
 from services.gateway.models import load_model
@@ -124,12 +125,6 @@ def figures(cells: dict[tuple[str, int], Cell]) -> Iterator[dict[str, object]]:
     for (name, batch), cell in cells.items():
         yield line(f"spec_lower_{name}_c{batch}", cell.lower_bound, "x")
     yield line("spec_worst", min(cell.lower_bound for cell in cells.values()), "x", WORST_TARGET)
-
-
-def line(figure: str, value: float, unit: str, target: float | None = None) -> dict[str, object]:
-    """One figure; `holds` is null where there is no target."""
-    holds = None if target is None else value >= target
-    return {"figure": figure, "value": round(value, 3), "unit": unit, "target": target, "holds": holds}
 
 
 def tokenised(path: Path, names: Sequence[str], num_prompts: int) -> dict[str, list[list[int]]]:
