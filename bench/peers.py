@@ -1,7 +1,7 @@
-"""The mesh beside other engines on this machine's cores: output tokens/s and TTFT of closed-loop clients, in interleaved rounds, as medians.
+"""The mesh beside other engines on this machine's cores: output tokens/s and TTFT of closed-loop clients, medians of interleaved rounds.
 
-Every system has the same model, prompts' lengths and clients; while one is measured, all processes of the others are suspended. Installs the
-peers into --root first. Prints JSON lines {"figure", "value", "unit", "target", "holds"}; what couldn't be measured is null there.
+Every system has the same model, prompts' lengths and clients; while one is measured, all processes of the others are suspended. Installs
+the peers into --root first. Prints JSON lines {"figure", "value", "unit", "target", "holds"}; what couldn't be measured is null there.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import json
 import random
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ PROMPT_TOKENS = {"main": 130, "prefix": 512}
 SHARED_TOKENS = {"main": 0, "prefix": 448}
 LIKE_FOR_LIKE = 16  # clients, of every part but main
 TARGETS = {"peers_c1": 2.5, "peers_c4": 2.0, "peers_c16": 1.8, "peers_c64": 1.4}
+_WAKE_SECONDS = 30.0
 PARTS = ("main", "bf16", "int8", "prefix")
 
 
@@ -117,6 +119,12 @@ def medians(runs: Mapping[Cell, Sequence[Seen]]) -> dict[Cell, Seen]:
     }
 
 
+def rotated(cells: Sequence[Cell], round_: int) -> list[Cell]:
+    """By concurrency, so that what is compared is near in time, and each round begins with another system."""
+    systems = list(dict.fromkeys(cell.system for cell in cells))
+    return sorted(cells, key=lambda cell: (cell.concurrency, (systems.index(cell.system) - round_) % len(systems)))
+
+
 class Bench:
     """The cells of one kind, measured in turn: every round goes through all of them, and begins with another system."""
 
@@ -134,10 +142,7 @@ class Bench:
         with contextlib.ExitStack() as stack:
             systems = self._opened(stack)
             for round_ in range(rounds):
-                order = [*systems][round_ % max(1, len(systems)) :] + [*systems][: round_ % max(1, len(systems))]
-                for cell in sorted(
-                    self._cells, key=lambda cell: (cell.concurrency, order.index(cell.system) if cell.system in order else -1)
-                ):
+                for cell in rotated(self._cells, round_):
                     if cell.system not in systems:
                         continue
                     try:
@@ -166,12 +171,25 @@ class Bench:
         return systems
 
     def _measure(self, system: System, concurrency: int) -> Seen:
-        resume(system)
         try:
-            system.run(self._load(1, 1))  # what a suspension has delayed must be over
+            self._wake(system)
             return summary(system.run(self._load(concurrency, 2)))
         finally:
             suspend(system)
+
+    def _wake(self, system: System) -> None:
+        """Lets it go on until it answers: a mesh that was suspended for long finds its own worker lost at first."""
+        resume(system)
+        deadline = time.monotonic() + _WAKE_SECONDS
+        while True:
+            try:
+                system.run(self._load(1, 1))
+            except PeerError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+            else:
+                return
 
     def _load(self, concurrency: int, rounds: int) -> Load:
         """So many prompts for each client, and no fewer than four in all."""
