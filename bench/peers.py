@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import json
 import random
+import signal
 import statistics
 import sys
 import time
@@ -224,6 +225,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--root", type=Path, default=Path(".peers"), help="where the peers are installed")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is stopped
     compared = list(comparisons(arguments.parts, arguments.concurrency))
     wanted = dict.fromkeys(cell for comparison in compared for cell in (comparison.ours, *comparison.theirs))
     runs: dict[Cell, list[Seen]] = {}
