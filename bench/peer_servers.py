@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 import psutil
@@ -112,12 +112,12 @@ class Pipeline:
         self._process.stdin.flush()
         return [Timing(**timing) for timing in self.read()["timings"]]
 
-    def read(self) -> dict[str, list[dict[str, object]]]:
+    def read(self) -> dict[str, Any]:
         """Its next line of JSON."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
-                found: dict[str, list[dict[str, object]]] = json.loads(line)
+                found: dict[str, Any] = json.loads(line)
                 return found
         raise PeerError("openvino ended before its answer")
 
@@ -140,7 +140,7 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def mesh(level: str) -> Callable[[Site], AbstractContextManager[System]]:
-    """Forebay with weights at a level: its own defaults, but for what is compared with peers that don't speculate."""
+    """Forebay with weights at a level. Speculation is off, as with the peers; prompts come in pieces as large as llama.cpp's."""
 
     @contextmanager
     def opened(site: Site) -> Iterator[System]:
@@ -148,6 +148,7 @@ def mesh(level: str) -> Callable[[Site], AbstractContextManager[System]]:
             "FOREBAY_PREFIX_CACHE": str(site.prefix_cache).lower(),
             "FOREBAY_SPECULATION": "0",
             "FOREBAY_MAX_SEQUENCES": str(site.max_sequences),
+            "FOREBAY_MAX_STEP_TOKENS": "512",
             "FOREBAY_KV_MEMORY": str(_CACHE_BYTES),
         }
         with started(["--model", str(site.gguf), "--level", level], environment) as up:

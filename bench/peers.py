@@ -210,8 +210,8 @@ def figures(compared: Sequence[Comparison], runs: Mapping[Cell, Sequence[Seen]])
     seen = medians(runs)
     for cell in runs:
         found = seen.get(cell)
-        yield line(f"peers_{cell.name}", found and found.tokens_per_s, "tok/s")
-        yield line(f"peers_ttft_{cell.name}", found and found.ttft_ms, "ms")
+        yield line(f"peers_{cell.name}", found.tokens_per_s if found else None, "tok/s")
+        yield line(f"peers_ttft_{cell.name}", found.ttft_ms if found else None, "ms")
     for comparison in compared:
         yield comparison.line(seen)
 
