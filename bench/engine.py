@@ -184,7 +184,7 @@ class Bench:
         for i in range(batch):
             prompt = [1 + (7 * i + j) % 1000 for j in range(CONTEXT)]
             self.engine.add(EngineRequest(f"{batch}-{i}", prompt, SamplingParams(max_tokens=num_steps + 4, temperature=0, ignore_eos=True)))
-        while any(sequence.num_output_tokens == 0 for sequence in self.engine.batcher.running) or self.engine.batcher.waiting:
+        while any(sequence.num_output_tokens == 0 for sequence in self.engine.batcher.queue.running) or self.engine.batcher.queue.waiting:
             self.engine.step(0.0)
         runner = self.engine.runner
         timed = self.engine.runner = TimedRunner(runner)

@@ -92,17 +92,19 @@ class Bench:
             _count(cell, before, self._on.stats())
 
     def _run(self, engine: Engine, prompts: Sequence[Sequence[int]], batch: int) -> tuple[float, list[list[int]]]:
-        """(seconds, tokens by request): the prompts one after another, or `batch` of them side by side, each again as often as it takes."""
+        """(seconds, tokens by request): every prompt as often as it takes, always `batch` of them side by side, until the last ends."""
         sampling = SamplingParams(max_tokens=self._plan.max_tokens, temperature=0)
-        count = max(batch, len(prompts)) if batch == 1 else batch
+        count = -(-max(len(prompts), 3 * batch // 2) // len(prompts)) * len(prompts)
         tokens: list[list[int]] = [[] for _ in range(count)]
         started = time.perf_counter()
-        for first in range(0, count, batch):
-            for index in range(first, first + batch):
-                engine.add(EngineRequest(str(index), prompts[index % len(prompts)], sampling))
-            while engine.has_work:
-                for output in engine.step(time.perf_counter()):
-                    tokens[int(output.request_id)] += output.token_ids
+        num_added = num_ended = 0
+        while num_ended < count:
+            while num_added < min(count, num_ended + batch):
+                engine.add(EngineRequest(str(num_added), prompts[num_added % len(prompts)], sampling))
+                num_added += 1
+            for output in engine.step(time.perf_counter()):
+                tokens[int(output.request_id)] += output.token_ids
+                num_ended += output.finish_reason is not None
         return time.perf_counter() - started, tokens
 
 

@@ -24,6 +24,9 @@ class FreeDrafts(StepTime):
     def draft_seconds(self) -> float:
         return 0.0
 
+    def drafting_seconds(self) -> float:
+        return -0.5  # even a hopeless draft seems to pay
+
 
 def always(max_drafts: int, drafter: Drafter | None = None) -> Speculator:
     """Drafts all it can, by default what the text itself has said before."""
@@ -33,16 +36,19 @@ def always(max_drafts: int, drafter: Drafter | None = None) -> Speculator:
 class Guesser:
     """Drafts by a function of the sequence and the number of drafts already made."""
 
-    prior = (0.5,)
     pass_seconds = 0.0
 
-    def __init__(self, guess: Callable[[Sequence, tuple[int, ...]], int]) -> None:
+    def __init__(
+        self, guess: Callable[[Sequence, tuple[int, ...]], int], grades: tuple[int, ...] = (0,), prior: tuple[float, ...] = (0.5,)
+    ) -> None:
+        self.prior = prior
         self._guess = guess
+        self._grades = grades
         self.live: set[Sequence] = set()
 
     def outlook(self, sequence: Sequence) -> Outlook | None:
         self.live.add(sequence)
-        return Outlook(grade=0)
+        return Outlook(self._grades)
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Draft]:
         return [Draft(self._grow(sequence, count)) for sequence, count in wanted]

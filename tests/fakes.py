@@ -155,6 +155,18 @@ def play(ids: Sequence[int], *, reason: types_pb2.FinishReason.ValueType = LENGT
     return script
 
 
+def stall(ids: Sequence[int] = ()) -> Script:
+    """Says these tokens, if any, and then nothing until it is cut off."""
+
+    async def script(call: WorkerCall) -> None:
+        await call.accept()
+        if ids:
+            await call.tokens(ids)
+        await asyncio.Event().wait()
+
+    return script
+
+
 class FakeWorker(_Served, worker_pb2_grpc.WorkerServiceServicer):
     """A worker whose engine is the test's script. `calls` lists the calls it got, `cancelled` the ids of those cut off."""
 

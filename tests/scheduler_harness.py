@@ -276,6 +276,12 @@ async def lease_of(call: Any) -> scheduler_pb2.Lease:
     raise AssertionError("the stream ended without a lease")
 
 
+async def queue_is(scheduler: RunningScheduler, depth: int) -> bool:
+    """Whether so many tickets wait, over all lines."""
+    survey = await scheduler.scheduler.ledger.survey()
+    return sum(num for num, _ in survey.queues.values()) == depth
+
+
 async def failure_of(call: Any) -> errors.StatusError:
     """Reads a Place stream to its error."""
     try:

@@ -17,7 +17,7 @@ _SHELLS = {"os.system", "os.popen"}
 _ENGINE = Path("services/worker/engine")
 _ENGINE_IMPORTS = {"torch", "numpy"}
 # These read model files, so they may use the two libraries that know the formats.
-_LOADER_FILES = {"loader.py", "gguf_file.py", "gguf_blocks.py", "safetensors_folder.py", "config.py"}
+_LOADER_FILES = {"loader.py", "gguf_file.py", "gguf_blocks.py", "safetensors_folder.py"}
 _LOADER_IMPORTS = {"safetensors", "gguf"}
 # In the standard library, but an engine that waits or serves has left its job.
 _ENGINE_REFUSED = {"asyncio", "socket", "http", "urllib", "ssl", "multiprocessing", "subprocess"}

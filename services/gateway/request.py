@@ -3,24 +3,22 @@
 What can be refused for its form is refused here, cheap checks before the tokenizer; room and quota are the scheduler's.
 """
 
-import asyncio
 import math
 import secrets
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError, invalid, unavailable
+from services.gateway.aside import aside
 from services.gateway.auth import Caller
+from services.gateway.conversation import ChatOptions, check_chat
 from services.gateway.field import shown
 from services.gateway.models import ServedModel
-from services.gateway.prompts import Prompt, check_prompt_length, num_bytes_of, validate_messages, validate_prompts
+from services.gateway.prompts import Prompt, check_prompt_length, validate_prompts
 from services.gateway.text.reply import PLAIN, ReplyForm
-from services.gateway.text.template import ChatTemplate
-from services.gateway.text.tool_format import tool_grammar
-from services.gateway.tools import Tool, validate_tools
 from services.gateway.validator import Limits, Sampling, validate_label, validate_sampling
 from services.text.compiler import CompilerBusy, GrammarError
 from services.text.grammar import Grammar
@@ -45,9 +43,7 @@ CLASSES: Mapping[str, LatencyClass] = {
 _SEED_BITS = 53  # of those drawn here: to most readers of JSON a number is a double, and a seed must come back whole
 MAX_PROMPT_SCORES = 200_000
 """Log-probabilities of prompt positions in one answer: about a second of the event loop to write."""
-_ASIDE_CHARS = 16 << 10  # longer texts are tokenised in a thread: the event loop has streams to serve
 _NOTHING: Mapping[str, str] = {}
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -65,16 +61,6 @@ class Generation:
     label: str
     deadline_seconds: float  # from admission
     reply: ReplyForm = PLAIN  # what is taken out of the text
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """What a chat says beside its messages and sampling, unchecked: as OpenAI has it."""
-
-    tools: object = None
-    tool_choice: object = None
-    parallel_tool_calls: object = None
-    enable_thinking: object = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +98,7 @@ async def admit_completion(envelope: Envelope, prompt: object, fields: Mapping[s
     def tokenised() -> list[list[int]]:
         return [tokenizer.encode(item) if isinstance(item, str) else item for item in prompts]
 
-    ids = await _aside(tokenised, sum(len(item) for item in prompts if isinstance(item, str)))
+    ids = await aside(tokenised, sum(len(item) for item in prompts if isinstance(item, str)))
     names = [envelope.name("prompt")] if len(prompts) == 1 else [f"{envelope.name('prompt')}[{index}]" for index in range(len(prompts))]
     generations = [head.generation(item, prompt_ids, name) for item, prompt_ids, name in zip(prompts, ids, names, strict=True)]
     _check_scores(generations[0].sampling, sum(map(len, ids)), envelope.name("prompt"))
@@ -134,62 +120,30 @@ def _check_scores(sampling: Sampling, num_prompt_tokens: int, name: str) -> None
 
 async def admit_chat(envelope: Envelope, messages: object, fields: Mapping[str, object], options: ChatOptions | None = None) -> Generation:
     """The generation that answers a conversation: `messages` as OpenAI's, unchecked. Raises as admit_completion."""
-    options = options or ChatOptions()
-    template = _template(envelope.model)
-    use = validate_tools(options.tools, options.tool_choice, options.parallel_tool_calls, envelope.names)
-    if use is not None:
-        if fields.get("grammar") is not None:
-            name = envelope.name("grammar")
-            raise invalid(name, f"{name} and tools both say what the output is: send one of them, or tool_choice none")
-        if template.tool_format is None:
-            raise invalid("tools", f"{envelope.model.name} writes calls of tools in a form that isn't known here: leave tools out")
-        fields = {**fields, "grammar": tool_grammar(template.tool_format, use)}
-    forced = "tool_choice" if use is not None and use.required else envelope.name("grammar") if fields.get("grammar") and not use else None
-    thinking = _thinking(template, options.enable_thinking, forced, envelope.model.name)
-    head = await _admit_head(envelope, fields)
-    shown = () if use is None else use.tools
-    text, ids = await _rendered(envelope.model, messages, envelope.name("messages"), tools=shown, enable_thinking=thinking)
-    generation = head.generation(text, ids, envelope.name("messages"))
-    tool_format = None if use is None else template.tool_format
-    form = ReplyForm(tool_format, thinks=template.can_think, begins_thinking=template.can_think and text.rstrip().endswith("<think>"))
-    return replace(generation, reply=form)
+    chat = check_chat(envelope.model, options or ChatOptions(), fields.get("grammar"), envelope.names)
+    head = await _admit_head(envelope, {**fields, "grammar": chat.grammar})
+    name = envelope.name("messages")
+    text, ids = await chat.render(messages, name)
+    return replace(head.generation(text, ids, name), reply=chat.reply_form(text))
 
 
-def _thinking(template: ChatTemplate, wanted: object, forced: str | None, model: str) -> bool | None:
-    """The template's switch. What forces the reply's form (`forced`, a field) leaves no room for a thought."""
-    name = "enable_thinking"
-    if wanted is None:
-        return False if forced is not None and template.has_thinking_switch else None
-    if not isinstance(wanted, bool):
-        raise invalid(name, f"{name} is {shown(wanted)}: it must be true or false")
-    if not template.has_thinking_switch:
-        raise invalid(name, f"{name} is given, and the chat template of {model} has no such switch: leave it out")
-    if wanted and forced is not None:
-        raise invalid(name, f"{name} is true: it can't go with {forced}, which leaves no room for a thought")
-    return wanted
-
-
-def _template(model: ServedModel) -> ChatTemplate:
-    if model.template is None:
-        raise invalid("model", f"{model.name} has no chat template: send a prompt to the completions endpoint instead")
-    return model.template
-
-
-async def count_tokens(
-    model: ServedModel, *, text: object = None, messages: object = None, names: Mapping[str, str] = _NOTHING
+async def count_chat_tokens(
+    model: ServedModel, messages: object, options: ChatOptions, grammar: object = None, *, names: Mapping[str, str] = _NOTHING
 ) -> Sequence[int]:
-    """The ids of a text, which may be empty, or of a conversation as the template renders it."""
-    if messages is not None:
-        _, ids = await _rendered(model, messages, names.get("messages", "messages"))
-        return ids
+    """The ids of a conversation, as a generation with the same options and grammar would have them for its prompt."""
+    chat = check_chat(model, options, grammar, names)
+    _, ids = await chat.render(messages, names.get("messages", "messages"))
+    return ids
+
+
+async def count_tokens(model: ServedModel, text: object, *, name: str = "text") -> Sequence[int]:
+    """The ids of a text, which may be empty."""
     if text == "":
-        return await _aside(lambda: model.tokenizer.encode(""), 0)
-    limits = Limits(model.vocab_size, model.max_model_len)
-    name = names.get("text", "text")
+        return model.tokenizer.encode("")
     if not isinstance(text, str):
         raise invalid(name, f"{name} is {shown(text)}: it must be a text")
-    validate_prompts(text, limits=limits, name=name)
-    return await _aside(lambda: model.tokenizer.encode(text), len(text))
+    validate_prompts(text, limits=Limits(model.vocab_size, model.max_model_len), name=name)
+    return await aside(lambda: model.tokenizer.encode(text), len(text))
 
 
 def latency_class(value: object, name: str = "class") -> LatencyClass:
@@ -267,23 +221,3 @@ def _deadline(seconds: float | None, resolved: LatencyClass) -> float:
     if math.isnan(seconds) or seconds <= 0:
         raise StatusError(Code.DEADLINE_EXCEEDED, "the deadline had passed when the request came: allow more time")
     return min(seconds, _MAX_DEADLINE_SECONDS)
-
-
-async def _rendered(
-    model: ServedModel, messages: object, name: str, *, tools: Sequence[Tool] = (), enable_thinking: bool | None = None
-) -> tuple[str, list[int]]:
-    """A conversation's prompt, as text and as ids."""
-    conversation = validate_messages(messages, name=name)
-    template = _template(model)
-
-    def render() -> tuple[str, list[int]]:
-        text = template.render(conversation, tools=tools, enable_thinking=enable_thinking, name=name)
-        # The template has put the special tokens in.
-        return text, model.tokenizer.encode(text, add_special=False)
-
-    return await _aside(render, sum(map(num_bytes_of, conversation)) + sum(len(tool.description) for tool in tools))
-
-
-async def _aside(work: Callable[[], Result], num_chars: int) -> Result:
-    """In a thread where it may take long."""
-    return await asyncio.to_thread(work) if num_chars > _ASIDE_CHARS else work()

@@ -11,11 +11,12 @@ from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_g
 from services.common import rpc
 from services.common.errors import Code, StatusError, invalid
 from services.gateway import strict_json
+from services.gateway.conversation import ChatOptions
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Event, Generations
 from services.gateway.interceptor import Edge, caller
 from services.gateway.models import ServedModel
-from services.gateway.request import ChatOptions, Envelope, admit_chat, admit_completion, count_tokens
+from services.gateway.request import Envelope, admit_chat, admit_completion, count_chat_tokens, count_tokens
 
 SERVICE_NAMES = [
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
@@ -68,9 +69,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         model = self._gateway.catalogue.resolve(request.model)
         match request.WhichOneof("input"):
             case "text":
-                ids = await count_tokens(model, text=request.text)
+                ids = await count_tokens(model, request.text)
             case "conversation":
-                ids = await count_tokens(model, messages=_messages(request.conversation.messages))
+                chat = request.conversation
+                grammar = _grammar(chat.grammar) if chat.HasField("grammar") else None
+                ids = await count_chat_tokens(model, _messages(chat.messages), _options(chat), grammar)
             case _:
                 raise invalid("input", "there is nothing to count: set text or conversation")
         return inference_pb2.CountTokensResponse(num_tokens=len(ids), token_ids=ids, max_model_len=model.max_model_len)
@@ -180,7 +183,7 @@ _TOOL_MODES = {
 }
 
 
-def _options(request: inference_pb2.ChatRequest) -> ChatOptions:
+def _options(request: inference_pb2.ChatRequest | inference_pb2.Conversation) -> ChatOptions:
     """As OpenAI has them."""
     if request.tool_mode not in _TOOL_MODES:
         raise invalid("tool_mode", f"tool_mode is {request.tool_mode}: use NONE (1), AUTO (2) or REQUIRED (3)")
@@ -189,10 +192,13 @@ def _options(request: inference_pb2.ChatRequest) -> ChatOptions:
         if choice is not None:
             raise invalid("tool_name", "tool_name says what is called: leave tool_mode unspecified")
         choice = {"type": "function", "function": {"name": request.tool_name}}
+    parallel = None
+    if isinstance(request, inference_pb2.ChatRequest) and request.HasField("parallel_tool_calls"):
+        parallel = request.parallel_tool_calls
     return ChatOptions(
         tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(request.tools)],
         tool_choice=choice,
-        parallel_tool_calls=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else None,
+        parallel_tool_calls=parallel,
         enable_thinking=request.enable_thinking if request.HasField("enable_thinking") else None,
     )
 

@@ -23,20 +23,24 @@ class Grammar:
     text: str = ""
 
     @property
-    def source(self) -> str:
-        """For llguidance."""
+    def rule(self) -> str | None:
+        """What stands for it in a rule of Lark; None for Lark, which has rules of its own."""
         match self.kind:
             case "json_schema":
-                body = f"start: {json_rule(json.loads(self.text))}"
+                return json_rule(json.loads(self.text))
             case "json_object":
-                body = f"start: {json_rule({'type': 'object'})}"
+                return json_rule({"type": "object"})
             case "regex":
-                body = f"start: /{regex_to_lark(self.text, use_ascii='')}/"
+                return f"/{regex_to_lark(self.text, use_ascii='')}/"
             case "choice":
-                body = "start: " + " | ".join(map(json.dumps, json.loads(self.text)))
+                return " | ".join(map(json.dumps, json.loads(self.text)))
             case "lark":
-                body = self.text
-        return _OPTIONS + body
+                return None
+
+    @property
+    def source(self) -> str:
+        """For llguidance."""
+        return _OPTIONS + (self.text if self.rule is None else f"start: {self.rule}")
 
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:

@@ -111,10 +111,10 @@ def fingerprint(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def _level(config: EngineConfig, path: Path, model: ModelConfig) -> str:
-    """What `auto` means: torch on a CPU would compute other levels no faster than fp32."""
-    if config.device == "cpu" and backend.kernels(replace(config, level="fp32"), model) is None:
-        return "fp32"
-    return suggested_level(path)
+    """What `auto` means: the file's own level with kernels. torch has none for integers, and would hold them in fp32 and round each row."""
+    if backend.kernels(replace(config, level="fp32"), model) is not None:
+        return suggested_level(path)
+    return "fp32" if config.device == "cpu" else "bf16"
 
 
 def _load_into(loaded: "Future[tuple[Engine, Served]]", settings: WorkerSettings) -> None:

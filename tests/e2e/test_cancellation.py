@@ -21,6 +21,8 @@ FREE_SECONDS = 10.0
 bound far below what the request itself would take."""
 
 NUM_CANCELS = int(os.environ.get("FOREBAY_CANCELS", "200"))
+NUM_TOKENS = 3000
+"""Far more than a fast machine makes before it is told to stop."""
 _AT_ONCE = 8
 _LAST_CANCEL_SECONDS = 0.05
 
@@ -45,7 +47,7 @@ def nothing_died(mesh: Mesh) -> Iterator[None]:
 
 
 async def _grpc(mesh: Mesh, prompt: str, *, timeout: float | None = None, n: int = 1) -> None:
-    sampling = types_pb2.SamplingParams(max_tokens=1000, ignore_eos=True, n=n)
+    sampling = types_pb2.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, n=n)
     request = inference_pb2.GenerateRequest(text=prompt, sampling=sampling)
     async with grpc.aio.insecure_channel(mesh.grpc_address) as channel:
         async for _ in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, metadata=mesh.metadata, timeout=timeout):
@@ -53,14 +55,15 @@ async def _grpc(mesh: Mesh, prompt: str, *, timeout: float | None = None, n: int
 
 
 async def _grpc_with_deadline(mesh: Mesh, prompt: str) -> None:
+    """16 choices: one alone might be through before its deadline."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await _grpc(mesh, prompt, timeout=6)
+        await _grpc(mesh, prompt, timeout=6, n=16)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def _http(mesh: Mesh, prompt: str, *, stream: bool = False) -> None:
     """Cancelled, it closes its connection."""
-    body = {"model": mesh.model, "prompt": prompt, "max_tokens": 1000, "ignore_eos": True, "stream": stream}
+    body = {"model": mesh.model, "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": stream}
     client = httpx.AsyncClient(headers={"Authorization": f"Bearer {mesh.token}"}, timeout=60, trust_env=False)
     async with client as http, http.stream("POST", f"{mesh.http_base_url}/completions", json=body) as response:
         async for _ in response.aiter_bytes():
@@ -166,14 +169,14 @@ async def test_cancels_at_any_time(mesh: Mesh) -> None:
 _CLIENT = """
 import sys, openai
 client = openai.OpenAI(base_url=sys.argv[1], api_key=sys.argv[2])
-for chunk in client.completions.create(model=sys.argv[3], prompt="Go on", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}):
+for chunk in client.completions.create(model=sys.argv[3], prompt="Go on", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}):
     print("token", flush=True)
 """
 _GRPC_CLIENT = """
 import sys, grpc
 from forebay.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 stub = inference_pb2_grpc.InferenceServiceStub(grpc.insecure_channel(sys.argv[1]))
-request = inference_pb2.GenerateRequest(text="Go on", sampling=types_pb2.SamplingParams(max_tokens=1000, ignore_eos=True))
+request = inference_pb2.GenerateRequest(text="Go on", sampling=types_pb2.SamplingParams(max_tokens=3000, ignore_eos=True))
 for event in stub.Generate(request, metadata=[("authorization", f"Bearer {sys.argv[2]}")]):
     print("token", flush=True)
 """
@@ -196,7 +199,7 @@ def test_a_killed_client_frees_its_blocks(mesh: Mesh, operator: Operator, face: 
 def test_a_half_closed_connection_frees_its_blocks(mesh: Mesh, operator: Operator) -> None:
     """The client says that it has nothing more to say, and stays to listen: to HTTP servers that is the client's end."""
     host, _, port = mesh.http_base_url.removeprefix("http://").removesuffix("/v1").rpartition(":")
-    body = f'{{"model": "{mesh.model}", "prompt": "Go on", "max_tokens": 1000, "ignore_eos": true, "stream": true}}'
+    body = f'{{"model": "{mesh.model}", "prompt": "Go on", "max_tokens": 3000, "ignore_eos": true, "stream": true}}'
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {mesh.token}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=20) as client:

@@ -87,7 +87,7 @@ def test_errors_have_the_sdks_classes(mesh: Mesh) -> None:
 
 def test_a_dropped_stream_frees_its_blocks(mesh: Mesh) -> None:
     stream = mesh.openai().completions.create(
-        model=mesh.model, prompt="Once upon a time", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+        model=mesh.model, prompt="Once upon a time", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()

@@ -92,3 +92,20 @@ def test_a_required_tool_is_called_whole_and_streamed(mesh: Mesh) -> None:
         model=mesh.model, messages=conversation, tools=[WEATHER], tool_choice="none", temperature=0, max_tokens=20
     )
     assert answer.choices[0].message.content
+
+
+def test_beside_a_format_the_model_answers_under_it_or_calls_and_its_prompt_was_counted(mesh: Mesh) -> None:
+    sdk = mesh.openai()
+    shape = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+    for text in ("What is the weather in Paris?", "Describe Paris as JSON."):
+        asked = {"model": mesh.model, "messages": [{"role": "user", "content": text}], **shape}
+        answer = sdk.chat.completions.create(**asked, temperature=0, max_tokens=150)
+        (choice,) = answer.choices
+        for call in choice.message.tool_calls or ():
+            assert call.type == "function"
+            assert call.function.name == "get_weather"
+        if not choice.message.tool_calls:
+            assert (choice.message.content or "").startswith("{")
+        counted = sdk.with_options(base_url=str(sdk.base_url).removesuffix("v1/")).post("/tokenize", body=asked, cast_to=dict)
+        assert answer.usage is not None
+        assert counted["count"] == answer.usage.prompt_tokens

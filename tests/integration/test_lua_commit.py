@@ -1,20 +1,13 @@
 """commit.lua: one placement per ticket, never more than fits, only where the policy looked."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
 from services.scheduler.ledger import Lease
 from services.scheduler.policy.pick import Placement, Rules
-from tests.scheduler_harness import LedgerBench, ledger_bench, make_ticket, make_worker
-
-
-@pytest.fixture
-async def bench(redis_server) -> AsyncIterator[LedgerBench]:
-    async with ledger_bench(redis_server.url) as bench:
-        yield bench
+from tests.scheduler_harness import LedgerBench, make_ticket, make_worker
 
 
 async def test_a_commit_debits_the_worker_and_takes_the_ticket(bench: LedgerBench) -> None:

@@ -1,16 +1,6 @@
 """down.lua: a worker whose stream broke takes nothing until it is heard of again."""
 
-from collections.abc import AsyncIterator
-
-import pytest
-
-from tests.scheduler_harness import LedgerBench, ledger_bench, make_worker
-
-
-@pytest.fixture
-async def bench(redis_server) -> AsyncIterator[LedgerBench]:
-    async with ledger_bench(redis_server.url) as bench:
-        yield bench
+from tests.scheduler_harness import LedgerBench, make_worker
 
 
 async def test_down_until_the_next_heartbeat(bench: LedgerBench) -> None:

@@ -1,19 +1,10 @@
 """enqueue.lua: queues a ticket once, says where it stands, brings it back to its old place."""
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
-
-import pytest
 
 from services.scheduler import keys
 from services.scheduler.ledger import Finished, Full, Lease, Queued
 from tests.scheduler_harness import LedgerBench, ledger_bench, make_ticket, make_worker
-
-
-@pytest.fixture
-async def bench(redis_server) -> AsyncIterator[LedgerBench]:
-    async with ledger_bench(redis_server.url) as bench:
-        yield bench
 
 
 async def test_tickets_queue_in_the_order_of_arrival(bench: LedgerBench) -> None:

@@ -1,19 +1,8 @@
 """finish.lua: ends a lease once; an old epoch changes nothing."""
 
-from collections.abc import AsyncIterator
-
-import pytest
-
 from services.scheduler import keys
 from services.scheduler.ledger import Lease
-from tests.scheduler_harness import LedgerBench, ledger_bench, make_ticket, make_worker
-
-
-@pytest.fixture
-async def bench(redis_server) -> AsyncIterator[LedgerBench]:
-    async with ledger_bench(redis_server.url) as bench:
-        yield bench
-
+from tests.scheduler_harness import LedgerBench, make_ticket, make_worker
 
 LINE = keys.line_name("tiny@fp32", 2)
 

@@ -1,19 +1,10 @@
 """heartbeat.lua: renews leases, counts room afresh, revokes what is none, keeps what Redis had lost."""
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
-
-import pytest
 
 from services.scheduler import keys
 from services.scheduler.ledger import Lease, Queued
-from tests.scheduler_harness import LedgerBench, ledger_bench, make_ticket, make_worker
-
-
-@pytest.fixture
-async def bench(redis_server) -> AsyncIterator[LedgerBench]:
-    async with ledger_bench(redis_server.url) as bench:
-        yield bench
+from tests.scheduler_harness import LedgerBench, make_ticket, make_worker
 
 
 async def test_room_is_what_is_used_and_what_leases_may_still_take(bench: LedgerBench) -> None:

@@ -1,17 +1,7 @@
 """register.lua: a restarted worker has none of its former leases."""
 
-from collections.abc import AsyncIterator
-
-import pytest
-
 from services.scheduler.ledger import Queued
-from tests.scheduler_harness import LedgerBench, ledger_bench, make_ticket, make_worker
-
-
-@pytest.fixture
-async def bench(redis_server) -> AsyncIterator[LedgerBench]:
-    async with ledger_bench(redis_server.url) as bench:
-        yield bench
+from tests.scheduler_harness import LedgerBench, make_ticket, make_worker
 
 
 async def test_registering_again_at_another_scheduler_changes_nothing(bench: LedgerBench) -> None:

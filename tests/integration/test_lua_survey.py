@@ -1,18 +1,8 @@
 """survey.lua: how things stand."""
 
-from collections.abc import AsyncIterator
-
-import pytest
-
 from services.scheduler import keys
 from services.scheduler.ledger import Survey
-from tests.scheduler_harness import LedgerBench, ledger_bench, make_ticket, make_worker
-
-
-@pytest.fixture
-async def bench(redis_server) -> AsyncIterator[LedgerBench]:
-    async with ledger_bench(redis_server.url) as bench:
-        yield bench
+from tests.scheduler_harness import LedgerBench, make_ticket, make_worker
 
 
 async def test_an_empty_redis_is_no_error(bench: LedgerBench) -> None:

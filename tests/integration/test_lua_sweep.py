@@ -1,18 +1,8 @@
 """sweep.lua: ends what nobody speaks for, and only that."""
 
-from collections.abc import AsyncIterator
-
-import pytest
-
 from services.scheduler import keys
 from services.scheduler.ledger import Ended, Queued, Timing
 from tests.scheduler_harness import LedgerBench, ledger_bench, make_ticket, make_worker, until
-
-
-@pytest.fixture
-async def bench(redis_server) -> AsyncIterator[LedgerBench]:
-    async with ledger_bench(redis_server.url) as bench:
-        yield bench
 
 
 async def test_a_queued_ticket_without_a_stream_is_dropped(bench: LedgerBench) -> None:

@@ -1,17 +1,7 @@
 """touch.lua: keeps tickets of living streams, and tells streams what they don't know."""
 
-from collections.abc import AsyncIterator
-
-import pytest
-
 from services.scheduler.ledger import News
-from tests.scheduler_harness import LedgerBench, ledger_bench, make_ticket, make_worker, until
-
-
-@pytest.fixture
-async def bench(redis_server) -> AsyncIterator[LedgerBench]:
-    async with ledger_bench(redis_server.url) as bench:
-        yield bench
+from tests.scheduler_harness import LedgerBench, make_ticket, make_worker, until
 
 
 async def test_a_touched_ticket_is_not_swept(bench: LedgerBench) -> None:

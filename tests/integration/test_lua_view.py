@@ -1,16 +1,6 @@
 """view.lua: what the policy decides on."""
 
-from collections.abc import AsyncIterator
-
-import pytest
-
-from tests.scheduler_harness import LedgerBench, ledger_bench, make_ticket, make_worker
-
-
-@pytest.fixture
-async def bench(redis_server) -> AsyncIterator[LedgerBench]:
-    async with ledger_bench(redis_server.url) as bench:
-        yield bench
+from tests.scheduler_harness import LedgerBench, make_ticket, make_worker
 
 
 async def test_workers_come_with_their_room_by_class(bench: LedgerBench) -> None:

@@ -1,17 +1,7 @@
 """withdraw.lua: a stream that ends before its lease takes its ticket along, unless a newer stream has it."""
 
-from collections.abc import AsyncIterator
-
-import pytest
-
 from services.scheduler.ledger import Queued
-from tests.scheduler_harness import LedgerBench, ledger_bench, make_ticket, make_worker
-
-
-@pytest.fixture
-async def bench(redis_server) -> AsyncIterator[LedgerBench]:
-    async with ledger_bench(redis_server.url) as bench:
-        yield bench
+from tests.scheduler_harness import LedgerBench, make_ticket, make_worker
 
 
 async def test_a_queued_ticket_is_gone_at_once(bench: LedgerBench) -> None:

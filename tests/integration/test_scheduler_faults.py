@@ -9,17 +9,22 @@ import pytest
 from forebay.v1 import scheduler_pb2, types_pb2
 from services.common.errors import Code
 from services.scheduler import keys
-from tests.scheduler_harness import FakeWorker, RunningScheduler, failure_of, fake_worker, lease_of, running_scheduler, until, wire_ticket
+from tests.scheduler_harness import (
+    FakeWorker,
+    RunningScheduler,
+    failure_of,
+    fake_worker,
+    lease_of,
+    queue_is,
+    running_scheduler,
+    until,
+    wire_ticket,
+)
 
 
 async def _finish(scheduler: RunningScheduler, lease: scheduler_pb2.Lease) -> bool:
     request = scheduler_pb2.FinishRequest(request_id=lease.request_id, epoch=lease.epoch, usage=types_pb2.Usage(), finish_reason=1)
     return bool((await scheduler.stub.Finish(request)).ended)
-
-
-async def _depth(scheduler: RunningScheduler, depth: int) -> bool:
-    survey = await scheduler.scheduler.ledger.survey()
-    return sum(num for num, _ in survey.queues.values()) == depth
 
 
 async def _leases(scheduler: RunningScheduler, number: int) -> bool:
@@ -74,7 +79,7 @@ def _ended(scheduler: RunningScheduler, reason: str) -> float | None:
 async def test_a_ticket_is_placed_by_another_scheduler_that_has_the_worker(redis_server) -> None:
     async with running_scheduler(redis_server.url, "s1") as s1, running_scheduler(redis_server.url, "s2") as s2:
         waiting = asyncio.create_task(lease_of(s1.place(wire_ticket())))
-        await until(lambda: _depth(s1, 1))
+        await until(lambda: queue_is(s1, 1))
         async with fake_worker(s2):
             assert (await waiting).worker_id == "w1"
             assert (await lease_of(s1.place(wire_ticket()))).worker_id == "w1"
@@ -92,7 +97,7 @@ async def test_a_killed_scheduler_loses_nothing(redis_server) -> None:
         broken = []
         for i, ticket in enumerate(tickets, 1):
             broken.append(asyncio.create_task(failure_of(s1.place(ticket))))
-            await until(lambda i=i: _depth(s2, i))
+            await until(lambda i=i: queue_is(s2, i))
         await s1.kill()
         assert {error.code for error in await asyncio.gather(*broken)} == {Code.UNAVAILABLE}
         # The later one asks first.
@@ -115,21 +120,21 @@ async def _end(scheduler: RunningScheduler, worker: FakeWorker, lease: scheduler
 async def test_a_stream_that_never_returns_is_dropped(redis_server) -> None:
     async with running_scheduler(redis_server.url, "s1") as s1, running_scheduler(redis_server.url, "s2") as s2:
         lost = asyncio.create_task(failure_of(s1.place(wire_ticket("lost"))))
-        await until(lambda: _depth(s2, 1))
+        await until(lambda: queue_is(s2, 1))
         await s1.kill()
         await lost
-        await until(lambda: _depth(s2, 0))
+        await until(lambda: queue_is(s2, 0))
         await until(lambda: _ended(s2, "dropped") == 1)
 
 
 async def test_a_stopping_scheduler_sends_its_callers_elsewhere(redis_server) -> None:
     async with running_scheduler(redis_server.url, "s1") as s1, running_scheduler(redis_server.url, "s2") as s2:
         sent_away = asyncio.create_task(failure_of(s1.place(wire_ticket("a"))))
-        await until(lambda: _depth(s2, 1))
+        await until(lambda: queue_is(s2, 1))
         await s1.scheduler.stop()
         error = await sent_away
         assert (error.code, error.reason, error.retry_after_seconds) == (Code.UNAVAILABLE, "STOPPING", None)
-        assert await _depth(s2, 1), "not withdrawn"
+        assert await queue_is(s2, 1), "not withdrawn"
         async with fake_worker(s2):
             assert (await lease_of(s2.place(wire_ticket("a")))).epoch == 1
 
@@ -140,7 +145,7 @@ async def test_a_refused_request_goes_back_to_its_old_place(redis_server) -> Non
         ticket = wire_ticket("refused")
         lease = await lease_of(scheduler.place(ticket))
         behind = asyncio.create_task(lease_of(scheduler.place(wire_ticket("behind"))))
-        await until(lambda: _depth(scheduler, 1))
+        await until(lambda: queue_is(scheduler, 1))
         again = await lease_of(scheduler.place(ticket, lost_epoch=lease.epoch))
         assert (again.request_id, again.epoch) == ("refused", 2)
         assert not behind.done()
@@ -255,7 +260,7 @@ async def test_redis_forgets_everything(redis_server, how: str) -> None:
         calls = {}
         for i, name in enumerate(("first", "second"), 1):
             calls[name] = asyncio.create_task(lease_of(scheduler.place(wire_ticket(name))))
-            await until(lambda i=i: _depth(scheduler, i))
+            await until(lambda i=i: queue_is(scheduler, i))
         if how == "flush":
             redis_server.command("FLUSHALL")
         else:
@@ -277,7 +282,7 @@ async def test_redis_forgets_everything(redis_server, how: str) -> None:
 
 
 async def _both(scheduler: RunningScheduler) -> bool:
-    return await _depth(scheduler, 2) and await _leases(scheduler, 3)
+    return await queue_is(scheduler, 2) and await _leases(scheduler, 3)
 
 
 async def test_an_outage_of_a_redis_that_remembers(persistent_redis_server) -> None:
@@ -285,7 +290,7 @@ async def test_an_outage_of_a_redis_that_remembers(persistent_redis_server) -> N
     async with running_scheduler(persistent_redis_server.url) as scheduler, fake_worker(scheduler, slots=1) as worker:
         held = await _fill(scheduler, worker)
         call = asyncio.create_task(lease_of(scheduler.place(wire_ticket("waits"))))
-        await until(lambda: _depth(scheduler, 1))
+        await until(lambda: queue_is(scheduler, 1))
         persistent_redis_server.kill()
         failures = scheduler.store.num_failures
         await until(lambda: scheduler.store.num_failures > failures + 4)
@@ -315,7 +320,7 @@ async def test_a_frozen_redis_is_refused_within_a_second_and_waiting_streams_sta
     async with running_scheduler(redis_server.url, redis_timeout=0.2) as scheduler, fake_worker(scheduler, slots=1) as worker:
         held = await _fill(scheduler, worker)
         waits = asyncio.create_task(lease_of(scheduler.place(wire_ticket())))
-        await until(lambda: _depth(scheduler, 1))
+        await until(lambda: queue_is(scheduler, 1))
         redis_server.pause()
         try:
             started = asyncio.get_running_loop().time()

@@ -8,7 +8,17 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 
 from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
 from services.common.errors import Code, from_rpc
-from tests.scheduler_harness import FakeWorker, RunningScheduler, failure_of, fake_worker, lease_of, running_scheduler, until, wire_ticket
+from tests.scheduler_harness import (
+    FakeWorker,
+    RunningScheduler,
+    failure_of,
+    fake_worker,
+    lease_of,
+    queue_is,
+    running_scheduler,
+    until,
+    wire_ticket,
+)
 
 
 @pytest.fixture
@@ -71,19 +81,14 @@ async def test_a_full_worker_is_waited_for_and_callers_see_their_position(schedu
         assert {(await first).request_id, (await second).request_id} == {"first", "second"}
 
 
-async def _depth(scheduler: RunningScheduler, depth: int) -> bool:
-    survey = await scheduler.scheduler.ledger.survey()
-    return sum(num for num, _ in survey.queues.values()) == depth
-
-
 async def test_realtime_overtakes_what_waits(scheduler: RunningScheduler) -> None:
     async with fake_worker(scheduler, slots=1) as worker:
         for i in range(3):
             worker.accept(await lease_of(scheduler.place(wire_ticket(f"r{i}"))))
         batch = asyncio.create_task(lease_of(scheduler.place(wire_ticket("batch", latency_class=3))))
-        await until(lambda: _depth(scheduler, 1))
+        await until(lambda: queue_is(scheduler, 1))
         realtime = asyncio.create_task(lease_of(scheduler.place(wire_ticket("realtime", latency_class=1))))
-        await until(lambda: _depth(scheduler, 2))
+        await until(lambda: queue_is(scheduler, 2))
         worker.leases.pop("r0")
         assert await _finish(scheduler, scheduler_pb2.Lease(request_id="r0", epoch=1))
         worker.accept(await realtime)
@@ -96,9 +101,9 @@ async def test_dropping_the_stream_withdraws_at_once(scheduler: RunningScheduler
         for i in range(3):
             worker.accept(await lease_of(scheduler.place(wire_ticket(f"r{i}"))))
         call = scheduler.place(wire_ticket("gone"))
-        await until(lambda: _depth(scheduler, 1))
+        await until(lambda: queue_is(scheduler, 1))
         call.cancel()
-        await until(lambda: _depth(scheduler, 0), seconds=0.5)
+        await until(lambda: queue_is(scheduler, 0), seconds=0.5)
         assert len(scheduler.scheduler.waiting) == 0
 
 
@@ -131,7 +136,7 @@ async def test_a_deadline_in_the_queue(scheduler: RunningScheduler, how: str) ->
         request = scheduler_pb2.PlaceRequest(ticket=wire_ticket("late", deadline_seconds=seconds))
         error = await failure_of(scheduler.stub.Place(request, timeout=0.2 if how == "call" else None))
         assert error.code is Code.DEADLINE_EXCEEDED
-        await until(lambda: _depth(scheduler, 0))
+        await until(lambda: queue_is(scheduler, 0))
 
 
 async def test_what_no_worker_could_hold_is_refused_and_small_ones_run(scheduler: RunningScheduler) -> None:
@@ -179,7 +184,7 @@ async def test_no_worker_for_the_model(scheduler: RunningScheduler) -> None:
         assert "version v2" in other.message
     gone = await failure_of(scheduler.place(wire_ticket()))
     assert gone.reason == "NO_WORKER"
-    await until(lambda: _depth(scheduler, 0))
+    await until(lambda: queue_is(scheduler, 0))
 
 
 async def test_a_full_queue_says_when_to_come_back(redis_server) -> None:
@@ -187,7 +192,7 @@ async def test_a_full_queue_says_when_to_come_back(redis_server) -> None:
         for i in range(3):
             worker.accept(await lease_of(scheduler.place(wire_ticket(f"r{i}"))))
         waiting = [asyncio.create_task(lease_of(scheduler.place(wire_ticket()))) for _ in range(2)]
-        await until(lambda: _depth(scheduler, 2))
+        await until(lambda: queue_is(scheduler, 2))
         error = await failure_of(scheduler.place(wire_ticket()))
         assert (error.code, error.reason) == (Code.UNAVAILABLE, "QUEUE_FULL")
         assert error.retry_after_seconds
@@ -197,7 +202,7 @@ async def test_a_full_queue_says_when_to_come_back(redis_server) -> None:
 
 async def test_a_newer_stream_of_the_same_request_takes_over(scheduler: RunningScheduler) -> None:
     older = asyncio.create_task(failure_of(scheduler.place(wire_ticket("a"))))
-    await until(lambda: _depth(scheduler, 1))
+    await until(lambda: queue_is(scheduler, 1))
     newer = asyncio.create_task(lease_of(scheduler.place(wire_ticket("a"))))
     assert (await older).code is Code.ABORTED
     async with fake_worker(scheduler):

@@ -246,7 +246,9 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """At most 128 tools, 64 KiB together. Not with sampling.grammar."""
+        """At most 128 tools, 64 KiB together. With a sampling.grammar the model calls tools or answers under it; refused where its calls couldn't
+        be told from an answer, and with a Lark grammar, unless a tool must be called.
+        """
 
     def __init__(
         self,
@@ -536,7 +538,7 @@ class CountTokensRequest(_message.Message):
     """Plain text."""
     @_builtins.property
     def conversation(self) -> Global___Conversation:
-        """A conversation, counted as the template renders it."""
+        """A conversation, counted as the prompt of a chat with the same fields."""
 
     def __init__(
         self,
@@ -557,25 +559,51 @@ Global___CountTokensRequest: _TypeAlias = CountTokensRequest  # noqa: Y015
 
 @_typing.final
 class Conversation(_message.Message):
-    """Messages, in order."""
+    """What the prompt of a chat depends on, as in ChatRequest."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_MODE_FIELD_NUMBER: _builtins.int
+    TOOL_NAME_FIELD_NUMBER: _builtins.int
+    ENABLE_THINKING_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    tool_mode: Global___ToolMode.ValueType
+    """Whether they are called."""
+    tool_name: _builtins.str
+    """The tool that must be called. Leave tool_mode unspecified then."""
+    enable_thinking: _builtins.bool
+    """Whether a model that can do both thinks first."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """At least one."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """At most 128 tools, 64 KiB together."""
+
+    @_builtins.property
+    def grammar(self) -> _types_pb2.Grammar:
+        """The chat's sampling.grammar: where there is one, the prompt leaves no room for a thought."""
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_mode: Global___ToolMode.ValueType = ...,
+        tool_name: _builtins.str = ...,
+        enable_thinking: _builtins.bool | None = ...,
+        grammar: _types_pb2.Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enable_thinking", b"_enable_thinking", "enable_thinking", b"enable_thinking", "grammar", b"grammar"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enable_thinking", b"_enable_thinking", "enable_thinking", b"enable_thinking", "grammar", b"grammar", "messages", b"messages", "tool_mode", b"tool_mode", "tool_name", b"tool_name", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__enable_thinking: _TypeAlias = _typing.Literal["enable_thinking"]  # noqa: Y015
+    _WhichOneofArgType__enable_thinking: _TypeAlias = _typing.Literal["_enable_thinking", b"_enable_thinking"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enable_thinking) -> _WhichOneofReturnType__enable_thinking | None: ...
 
 Global___Conversation: _TypeAlias = Conversation  # noqa: Y015
 

@@ -17,8 +17,9 @@ from services.gateway.generation import Generations
 from services.gateway.http import chat, completions, edge, errors, fields, openapi, sse
 from services.gateway.http.answer import class_name, collected, merged
 from services.gateway.http.body import read_json
+from services.gateway.http.structured import grammar_of
 from services.gateway.models import ServedModel
-from services.gateway.request import Envelope, Generation, admit_chat, admit_completion, count_tokens, latency_class
+from services.gateway.request import Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens, latency_class
 from services.gateway.validator import validate_label
 
 MAX_DEADLINE_SECONDS = 86_400.0
@@ -106,7 +107,12 @@ class Face:
         text, messages = body.get("prompt"), body.get("messages")
         if (text is None) == (messages is None):
             raise invalid("prompt", "send either prompt or messages")
-        tokens = await count_tokens(model, text=text, messages=messages, names={"text": "prompt"})
+        if messages is None:
+            fields.refuse_chat_fields(body)
+            tokens = await count_tokens(model, text, name="prompt")
+        else:
+            grammar, names = grammar_of(body)
+            tokens = await count_chat_tokens(model, messages, chat.options(body), grammar.get("grammar"), names=names)
         return _json({"count": len(tokens), "max_model_len": model.max_model_len, "tokens": list(tokens)})
 
     async def health(self) -> Response:

@@ -7,13 +7,14 @@ from typing import Any
 
 from forebay.v1 import inference_pb2, types_pb2
 from services.common.errors import invalid
+from services.gateway.conversation import ChatOptions
 from services.gateway.field import shown
 from services.gateway.http import sse
 from services.gateway.http.answer import REASONS, TIERS, Answer, Choice, Numbered, usage_object
 from services.gateway.http.fields import SAMPLING, flag
 from services.gateway.http.logprobs import chat_content
 from services.gateway.http.structured import grammar_of
-from services.gateway.request import ChatOptions, Generation
+from services.gateway.request import Generation
 
 
 def sampling_fields(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

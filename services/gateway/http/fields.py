@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from services.common.errors import invalid
+from services.gateway.field import shown
 from services.gateway.prompts import unknown_message_fields
 
 SAMPLING = frozenset(
@@ -20,9 +21,8 @@ SAMPLING = frozenset(
     )
 )
 """Fields that go to the validator under their own names, on both endpoints."""
-_COMMON = frozenset(
-    ("model", "stream", "stream_options", "user", "service_tier", "strict", "logprobs", "response_format", "structured_outputs")
-)
+_FORMATS = ("response_format", "structured_outputs")
+_COMMON = frozenset(("model", "stream", "stream_options", "user", "service_tier", "strict", "logprobs", *_FORMATS))
 _CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "enable_thinking", "chat_template_kwargs")
 _MAX_NAMED = 20
 
@@ -79,7 +79,7 @@ COMPLETIONS = Fields(
         "top_logprobs": "it is a field of /v1/chat/completions: use logprobs with a number",
     },
 )
-TOKENIZE = Fields(own=frozenset({"model", "prompt", "messages", "strict"}), elsewhere={})
+TOKENIZE = Fields(own=frozenset({"model", "prompt", "messages", "strict", *_CHAT_ONLY, *_FORMATS}), elsewhere={})
 
 
 def check(body: Mapping[str, Any], fields: Fields, request: Request) -> list[str]:
@@ -99,16 +99,22 @@ def check(body: Mapping[str, Any], fields: Fields, request: Request) -> list[str
     if "messages" in fields.own:
         unknown += unknown_message_fields(body.get("messages"))
     if unknown and is_strict(body, request):
-        shown = ascii(unknown[0][:64])
-        raise invalid(unknown[0][:64], f"{shown} is not a known field: correct it, or leave out strict to have it ignored")
+        raise invalid(unknown[0][:64], f"{unknown[0][:64]!a} is not a known field: correct it, or leave out strict to have it ignored")
     return unknown
+
+
+def refuse_chat_fields(body: Mapping[str, Any]) -> None:
+    """What shapes the prompt of a conversation says nothing of a text."""
+    for name in (*_CHAT_ONLY, *_FORMATS):
+        if body.get(name) is not None:
+            raise invalid(name, f"{name} goes with messages: a prompt is counted as it is")
 
 
 def is_strict(body: Mapping[str, Any], request: Request) -> bool:
     """Whether unknown fields are refused: `"strict": true`, or the header x-forebay-strict."""
     value = body.get("strict")
     if value is not None and not isinstance(value, bool):
-        raise invalid("strict", f"strict must be true or false, not {_shown(value)}")
+        raise invalid("strict", f"strict must be true or false, not {shown(value)}")
     return bool(value) or request.headers.get("x-forebay-strict", "").lower() in ("1", "true")
 
 
@@ -124,7 +130,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise invalid(name, f"{name} must be true or false, not {_shown(value)}")
+    raise invalid(name, f"{name} must be true or false, not {shown(value)}")
 
 
 def include_usage(body: Mapping[str, Any], *, streamed: bool) -> bool:
@@ -133,7 +139,7 @@ def include_usage(body: Mapping[str, Any], *, streamed: bool) -> bool:
     if options is None:
         return False
     if not isinstance(options, dict):
-        raise invalid("stream_options", f"stream_options must be an object, not {_shown(options)}")
+        raise invalid("stream_options", f"stream_options must be an object, not {shown(options)}")
     if not streamed:
         raise invalid("stream_options", "stream_options needs stream: true")
     for name in options:
@@ -146,7 +152,3 @@ def include_usage(body: Mapping[str, Any], *, streamed: bool) -> bool:
 
 def _same(value: object, off: object) -> bool:
     return value == off and isinstance(value, bool) == isinstance(off, bool)
-
-
-def _shown(value: object) -> str:
-    return ascii(value)[:80]

@@ -56,12 +56,7 @@ _SAMPLING: dict[str, Schema] = {
     "n": _whole(1, MAX_CHOICES),
     "speculation": {**_FLAG, "description": "Whether drafts may be verified. It changes no token, only when it comes. Default true."},
 }
-_COMMON: dict[str, Schema] = {
-    "model": {"type": ["string", "null"], "description": "A name or alias from /v1/models. May be left out where there is one model."},
-    "stream": _FLAG,
-    "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
-    "user": {"type": ["string", "null"], "maxLength": MAX_LABEL_CHARS},
-    "service_tier": {"enum": [*CLASSES, None], "description": "priority: realtime; auto and default: standard; flex: batch."},
+_FORMATS: dict[str, Schema] = {
     "response_format": {
         "type": ["object", "null"],
         "required": ["type"],
@@ -87,6 +82,14 @@ _COMMON: dict[str, Schema] = {
             "grammar": {"type": "string", "minLength": 1, "description": "llguidance's dialect of Lark."},
         },
     },
+}
+_COMMON: dict[str, Schema] = {
+    "model": {"type": ["string", "null"], "description": "A name or alias from /v1/models. May be left out where there is one model."},
+    "stream": _FLAG,
+    "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
+    "user": {"type": ["string", "null"], "maxLength": MAX_LABEL_CHARS},
+    "service_tier": {"enum": [*CLASSES, None], "description": "priority: realtime; auto and default: standard; flex: batch."},
+    **_FORMATS,
     "strict": {**_FLAG, "description": "Refuse unknown fields instead of naming them in x-forebay-ignored."},
 }
 _MESSAGES: Schema = {
@@ -105,7 +108,7 @@ _MESSAGES: Schema = {
         },
     },
 }
-_TOOLS: dict[str, Schema] = {
+_CHAT_ONLY: dict[str, Schema] = {
     "tools": {
         "type": ["array", "null"],
         "maxItems": MAX_TOOLS,
@@ -129,6 +132,8 @@ _TOOLS: dict[str, Schema] = {
     },
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object", "required": ["type", "function"]}]},
     "parallel_tool_calls": _FLAG,
+    "enable_thinking": {**_FLAG, "description": "Refused where the model's template has no such switch."},
+    "chat_template_kwargs": {"type": ["object", "null"], "properties": {"enable_thinking": _FLAG}, "additionalProperties": False},
 }
 _PROMPT: Schema = {
     "anyOf": [
@@ -220,9 +225,7 @@ CHAT = _post(
         "max_completion_tokens": _whole(1),
         "logprobs": _FLAG,
         "top_logprobs": _whole(0, MAX_LOGPROBS),
-        **_TOOLS,
-        "enable_thinking": {**_FLAG, "description": "Refused where the model's template has no such switch."},
-        "chat_template_kwargs": {"type": ["object", "null"], "properties": {"enable_thinking": _FLAG}, "additionalProperties": False},
+        **_CHAT_ONLY,
     },
     ["messages"],
     _HEADERS,
@@ -237,7 +240,7 @@ COMPLETIONS = _post(
 )
 TOKENIZE = _post(
     "Count and return tokens",
-    {"model": _COMMON["model"], "prompt": {"type": "string"}, "messages": _MESSAGES, "strict": _FLAG},
+    {"model": _COMMON["model"], "prompt": {"type": "string"}, "messages": _MESSAGES, **_CHAT_ONLY, **_FORMATS, "strict": _FLAG},
     [],
     [_ID, _STRICT],
     streams=False,

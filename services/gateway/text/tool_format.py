@@ -53,14 +53,21 @@ def knows_tools(source: str) -> bool:
     return re.search(r"\btools\b", source) is not None
 
 
-def tool_grammar(form: ToolFormat, use: ToolUse) -> Grammar:
-    """Calls alone where one is required; else free text, in which a call, once begun, is one of these tools' with arguments that fit."""
+def tool_grammar(form: ToolFormat, use: ToolUse, answer: Grammar | None = None) -> Grammar:
+    """Calls alone where one is required; else calls or an `answer`, which needs a form with a tag to tell the two apart.
+
+    Without one the answer is free text, in which a call, once begun, is one of these tools' with arguments that fit.
+    """
     rules = [line for index, tool in enumerate(use.callable) for line in _call_rules(form, index, tool)]
     call = f"({' | '.join(f'call_{index}' for index in range(len(use.callable)))})"
     more = f"({_text(form.between + form.tag + form.before)} {call} {_text(form.end)})*" if use.parallel else ""
     calls = f"{_text(form.before)} {call} {_text(form.end)} {more}"
     if use.required:
         start = [f"start: {_text(form.tag)} {calls}"]
+    elif answer is not None:
+        assert form.tag, "no answer could be told from a call"
+        assert answer.rule is not None, "Lark in a rule"
+        start = [f"start: answer | {_text(form.tag)} {calls}", f"answer: {answer.rule}"]
     elif form.tag:
         start = [f"start: TEXT | tag {calls}", f"tag[lazy]: TEXT {_text(form.tag)}", r"TEXT: /(.|\n)*/"]
     else:

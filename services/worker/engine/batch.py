@@ -1,6 +1,7 @@
 """What one step computes and what came of it: ints only, no tensors."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from services.worker.engine.request import PositionLogprobs, SequenceError
@@ -47,10 +48,15 @@ class Span:
         drafted = self.draft.token_ids[max(0, self.start - num_tokens) : max(0, self.end - num_tokens)]
         return [*self.sequence.tokens[self.start : self.end], *drafted]
 
-    @property
+    @cached_property  # which is asked for again and again
     def sampled(self) -> range:
         """Positions whose logits yield a token: the sequence's last, and those of its draft."""
         return range(max(self.start, self.sequence.num_tokens - 1), self.end) if self.samples else range(0)
+
+    @property
+    def may_draft(self) -> bool:
+        """True where drafts behind its one token would be verified at once."""
+        return self.samples and self.length == 1 and self.sequence.sampling.speculation
 
     @property
     def logit_positions(self) -> list[int]:
@@ -92,7 +98,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The spans of one step, at most one per sequence, and the copies before it. No spans when no sequence has anything to compute.
+    """The spans of one step, at most one per sequence, and the copies before it. No spans when no sequence has anything to compute yet.
 
     Copies out save what blocks held before this step; copies in may read what those have just written. No target is named twice.
     """

@@ -170,28 +170,29 @@ class Engine:
         """(request id, output tokens so far, blocks held) of every live request, over its choices; a shared block counts once."""
         return [
             (request_id, sum(s.num_output_tokens for s in group.sequences), len({b for s in group.sequences for b in s.block_table}))
-            for request_id, group in self.batcher.requests.items()
+            for request_id, group in self.batcher.queue.requests.items()
         ]
 
     def stats(self) -> EngineStats:
         """Numbers for heartbeats and metrics."""
-        pool, host, counters = self.batcher.pool, self.batcher.host, self.batcher.counters
+        queue, tables, counters = self.batcher.queue, self.batcher.tables, self.batcher.counters
+        pool, host, cache = tables.pool, tables.host, tables.counters
         speculation = self.speculator.counters if self.speculator is not None else SpeculationCounters()
         return EngineStats(
-            num_running=len(self.batcher.running),
-            num_waiting=len(self.batcher.waiting),
+            num_running=len(queue.running),
+            num_waiting=len(queue.waiting),
             num_blocks=pool.num_blocks,
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
             num_free_blocks=pool.num_available - pool.num_cached,
-            num_prefix_query_tokens=counters.prefix_query_tokens,
-            num_prefix_hit_tokens=counters.prefix_hit_tokens,
+            num_prefix_query_tokens=cache.prefix_query_tokens,
+            num_prefix_hit_tokens=cache.prefix_hit_tokens,
             num_host_blocks=host.num_slots,
             num_held_host_blocks=host.num_held,
-            num_host_query_tokens=counters.host_query_tokens,
-            num_host_hit_tokens=counters.host_hit_tokens,
-            num_copied_out_blocks=counters.copied_out_blocks,
-            num_copied_in_blocks=counters.copied_in_blocks,
+            num_host_query_tokens=cache.host_query_tokens,
+            num_host_hit_tokens=cache.host_hit_tokens,
+            num_copied_out_blocks=cache.copied_out_blocks,
+            num_copied_in_blocks=cache.copied_in_blocks,
             num_computed_tokens=counters.computed_tokens,
             num_generated_tokens=counters.generated_tokens,
             num_preemptions=counters.preemptions,

@@ -35,3 +35,11 @@ class Grammar(Protocol):
     def start(self) -> GrammarState:
         """A state of its own for a choice, before the first token."""
         ...
+
+
+def state_behind(grammar: Grammar, token_ids: Sequence[int]) -> GrammarState:
+    """A choice's state behind the output that it has already."""
+    state = grammar.start()
+    for token_id in token_ids:
+        state.advance(token_id)
+    return state

@@ -14,7 +14,8 @@ from typing import BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
-from services.worker.engine.config import ModelConfig, ModelFileError, from_gguf, from_hugging_face
+from services.worker.engine.config import ModelConfig, ModelFileError
+from services.worker.engine.config_file import from_gguf, from_hugging_face
 from services.worker.engine.gguf_file import GGUFFile
 from services.worker.engine.models.decoder import Decoder
 from services.worker.engine.quantization import GROUP, Quantized, Weights, quantize

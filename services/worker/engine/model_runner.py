@@ -46,7 +46,6 @@ class ModelRunner(Generic[Cache]):
         self.kv = kv
         self._rule = rule
         self.host = HostCache(kv.tensors, host_blocks)
-        self._rule = rule
 
     @torch.inference_mode()
     def copy(self, batch: Batch) -> None:

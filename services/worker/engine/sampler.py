@@ -2,7 +2,7 @@
 
 The logits of a row are processed in this order: repetition penalty (prompt and output), frequency and presence penalty (output),
 logit bias, bans, the grammar, temperature; then a token survives top-k, top-p (measured on the softmax of what top-k keeps) and min-p.
-The token is the argmax of what is left plus Gumbel noise, which is a function of (seed, choice, position, token id) alone: see `gumbel`.
+The token is the argmax of what is left plus Gumbel noise, which is a function of (seed, choice, position, token id) alone: see noise.
 Temperature 0 takes the argmax before the filters. Log-probabilities are those of the raw logits.
 """
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from services.worker.engine.kernels import library
-from services.worker.engine.kernels.sampling import choose
+from services.worker.engine.kernels import sampling as kernels
+from services.worker.engine.noise import gumbel, noise_keys
 from services.worker.engine.request import PositionLogprobs, SamplingParams, TokenLogprob
 
 _MIN_TEMPERATURE = 1e-6  # below, fp32 can't tell it from greedy
@@ -24,8 +25,6 @@ _NUCLEUS = 256  # top-p looks at so many likeliest tokens first,
 _NUCLEUS_GROWTH = 16  # and at so many times as many for the rows where their mass falls short of it
 _NOISE_ELEMENTS = 1 << 18  # noise is made for so many logits at a time: the working set stays in the cache
 _NOISE_MARGIN = 0.5  # fp32 noise is off by up to .3, where it is lowest
-_UINT32 = 0xFFFFFFFF
-_UINT64 = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,16 @@ class Sample:
     unsatisfiable: bool = False  # the row's own bans leave nothing
 
 
-Choose = Callable[[Tensor, Tensor, Sequence[SampleRow]], list[int]]
-"""(processed logits [num_rows, vocab], the greatest of each row, rows) -> token ids, which mean nothing where the greatest isn't finite."""
+@dataclass(frozen=True)
+class Peaks:
+    """The greatest of each row's processed logits, fp32 [num_rows], and the first token that has it, if it is finite."""
+
+    logits: Tensor
+    token_ids: list[int]
+
+
+Choose = Callable[[Tensor, Peaks, Sequence[SampleRow]], list[int]]
+"""(processed logits [num_rows, vocab], their peaks, rows) -> token ids, which mean nothing where the peak isn't finite."""
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow], choose: Choose | None = None) -> list[Sample]:
@@ -69,7 +76,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], choose: Choose | None = No
     wanting = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
     raw = torch.log_softmax(logits[wanting], dim=-1) if wanting else None
     _process(logits, rows)
-    peaks = logits.amax(dim=-1)
+    peaks = peaks_of(logits)
     tokens = (choose or loudest)(logits, peaks, rows)
     logprobs: dict[int, PositionLogprobs] = {}
     if raw is not None:
@@ -77,52 +84,13 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], choose: Choose | None = No
         logprobs = dict(zip(wanting, _describe(raw, [tokens[index] for index in wanting], counts), strict=True))
     return [
         Sample(token, logprobs.get(index)) if peak > float("-inf") and peak < float("inf") else _failed(peak)
-        for index, (token, peak) in enumerate(zip(tokens, peaks.tolist(), strict=True))
+        for index, (token, peak) in enumerate(zip(tokens, peaks.logits.tolist(), strict=True))
     ]
 
 
 def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[PositionLogprobs]:
     """Log-probabilities of `token_ids` and of `count` alternatives under `logits` [num_rows, vocab]; NaN where the logits are."""
     return _describe(torch.log_softmax(logits, dim=-1), token_ids, [count] * len(token_ids))
-
-
-def gumbel(token_ids: Tensor, keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Standard Gumbel noise for int32 `token_ids` under int32 `keys` [2, ...] (from `noise_keys`); shapes broadcast.
-
-    32-bit integer arithmetic that wraps (two keyed multiply-xorshift rounds) makes x, and v = ((x mod 2^31) + 1/2) / 2^31 is uniform
-    in (0, 1); the noise is -log(-log(1 - v)), between -3.1 and 22.2. So it depends on no batch, device or generator state: integers
-    are exact everywhere, and the last bits of a logarithm, which are not, vanish when fp64 noise plus score is rounded to fp32.
-    """
-    x = (token_ids * -0x61C8864F) ^ keys[0]
-    x ^= (x >> 16) & 0xFFFF  # a logical shift: int32 shifts its sign in
-    x *= -0x7A143595
-    x ^= (x >> 13) & 0x7FFFF
-    x ^= keys[1]
-    x *= -0x3D4D51CB
-    x ^= (x >> 16) & 0xFFFF
-    v = (x & 0x7FFFFFFF).to(dtype).add_(0.5).mul_(2.0**-31)
-    if dtype == torch.float32:
-        v.clamp_(max=1 - 2.0**-24)  # it must not round to 1
-    return v.neg_().log1p_().neg_().log_().neg_()
-
-
-def noise_keys(seed: int, choice_index: int, position: int, *streams: int) -> tuple[int, int]:
-    """The two 32-bit keys (as signed ints) of one sampled token's noise: chained rounds of splitmix64. `streams` make further noise."""
-    key = 0
-    for word in (seed, choice_index, position, *streams):
-        key = _splitmix64(key ^ (word & _UINT64))
-    return _signed(key & _UINT32), _signed(key >> 32)
-
-
-def _splitmix64(state: int) -> int:
-    z = (state + 0x9E3779B97F4A7C15) & _UINT64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _UINT64
-    return z ^ (z >> 31)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word
 
 
 # --- processing
@@ -178,23 +146,35 @@ def _repel(flat: Tensor, vocab: int, rows: Sequence[SampleRow]) -> None:
 # --- choosing
 
 
-def loudest(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+def peaks_of(logits: Tensor) -> Peaks:
+    """Of processed logits [num_rows, vocab]. Kernels look over a row while torch would still wake its threads."""
+    compiled = _kernels_for(logits)
+    if compiled is not None:
+        return Peaks(*kernels.peaks(compiled, logits))
+    return Peaks(logits.amax(dim=-1), logits.argmax(dim=-1).tolist())
+
+
+def loudest(logits: Tensor, peaks: Peaks, rows: Sequence[SampleRow]) -> list[int]:
     """The Gumbel rule: see Choose. On a CPU with kernels they choose, the same token."""
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    tokens = list(peaks.token_ids)
     random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
     if not random:
         return tokens
     some = logits if len(random) == len(rows) else logits[random]
-    compiled = library.find() if logits.device.type == "cpu" else None
+    compiled = _kernels_for(logits)
     by = _by_torch if compiled is None else partial(_by_kernels, compiled)
-    for index, token in zip(random, by(some, peaks[random], [rows[index] for index in random]), strict=True):
+    for index, token in zip(random, by(some, peaks.logits[random], [rows[index] for index in random]), strict=True):
         tokens[index] = token
     return tokens
 
 
+def _kernels_for(logits: Tensor) -> library.Library | None:
+    return library.find() if logits.device.type == "cpu" else None
+
+
 def _by_kernels(compiled: library.Library, logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     params = [replace(row.sampling, temperature=max(row.sampling.temperature, _MIN_TEMPERATURE)) for row in rows]
-    return choose(compiled, logits, peaks.tolist(), params, [_noise_keys_of(row) for row in rows])
+    return kernels.choose(compiled, logits, peaks.tolist(), params, [_noise_keys_of(row) for row in rows])
 
 
 def _by_torch(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:

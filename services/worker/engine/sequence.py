@@ -1,10 +1,12 @@
-"""A sequence: one choice of a request on its way through the engine. Pure data; the batcher alone changes it."""
+"""A sequence: one choice of a request on its way through the engine. Pure data; the batcher and what it owns alone change it."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from services.worker.engine.grammar import GrammarState
 from services.worker.engine.request import EngineRequest, FinishReason, SamplingParams
+
+MAX_PREEMPTIONS = 5  # after as many a sequence waits for all the blocks it can ever need, and is never a victim again
 
 
 class SequenceState(Enum):
@@ -20,12 +22,16 @@ class RequestState:
     """A live request: what was asked, what its choices share."""
 
     request: EngineRequest
-    arrival: int  # order of adding; a preempted sequence keeps its place by it
     root_key: bytes  # parent of the first block's key
     prompt_keys: list[bytes]  # of the prompt's full blocks
+    arrival: int = 0  # order of adding; a preempted sequence keeps its place by it
     sequences: list["Sequence"] = field(default_factory=list)
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when its first choice was admitted
     start_time: float | None = None  # when its first choice was admitted
+
+    @property
+    def live_sequences(self) -> list["Sequence"]:
+        return [sequence for sequence in self.sequences if sequence.state is not SequenceState.FINISHED]
 
 
 @dataclass(eq=False)
@@ -81,3 +87,23 @@ class Sequence:
     def max_computed_tokens(self) -> int:
         """Most tokens whose keys and values it will ever hold: the last output token's are never needed."""
         return self.num_prompt_tokens + max(self.max_output_tokens - 1, 0)
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether it holds blocks for all that it can ever have, as it was preempted too often."""
+        return self.num_preemptions >= MAX_PREEMPTIONS
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Tokens that it has blocks for while it runs."""
+        return self.max_computed_tokens if self.is_reserved else self.num_tokens
+
+    @property
+    def ending(self) -> FinishReason | None:
+        """Why it ends behind its last token; None: it goes on."""
+        enough = self.num_output_tokens > 0 and self.num_output_tokens >= self.sampling.min_tokens
+        if enough and self.tokens[-1] in self.stop_ids:
+            return FinishReason.STOP
+        if self.grammar is not None and self.grammar.complete:
+            return FinishReason.COMPLETE
+        return FinishReason.LENGTH if self.num_output_tokens >= self.max_output_tokens else None

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from services.worker.engine.batch import Span, SpanResult
 from services.worker.engine.config import Verification
+from services.worker.engine.noise import gumbel
 from services.worker.engine.request import SequenceError
-from services.worker.engine.sampler import Sample, SampleRow, distribution, gumbel, loudest, noise_key_columns
+from services.worker.engine.sampler import Peaks, Sample, SampleRow, distribution, loudest, noise_key_columns
 
 # Noise beside that of the tokens themselves: what decides must not depend on what it decides about.
 _DRAFT_STREAM, _ACCEPT_STREAM, _RESIDUAL_STREAM = 1, 2, 3
@@ -63,7 +64,7 @@ class Rule(Protocol):
 
     def __init__(self, spans: Sequence[Span]) -> None: ...
 
-    def choose(self, logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    def choose(self, logits: Tensor, peaks: Peaks, rows: Sequence[SampleRow]) -> list[int]:
         """See sampler.Choose; the rows are the sample_rows of the spans."""
         ...
 
@@ -78,7 +79,7 @@ class GumbelRule:
     def __init__(self, spans: Sequence[Span]) -> None:
         """What they were drafted from plays no part."""
 
-    def choose(self, logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    def choose(self, logits: Tensor, peaks: Peaks, rows: Sequence[SampleRow]) -> list[int]:
         """See Rule."""
         return loudest(logits, peaks, rows)
 
@@ -92,7 +93,7 @@ class RejectionRule:
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans
 
-    def choose(self, logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    def choose(self, logits: Tensor, peaks: Peaks, rows: Sequence[SampleRow]) -> list[int]:
         """See Rule. Behind a refused draft, rows hold tokens that nobody takes."""
         tokens = loudest(logits, peaks, rows)
         verified, places = [], []  # spans, and the rows of their drafts
@@ -104,7 +105,7 @@ class RejectionRule:
             start += len(span.sampled)
         if verified:
             flat = [row for part in places for row in part]
-            target = distribution(logits[flat], peaks[flat], [rows[row] for row in flat])
+            target = distribution(logits[flat], peaks.logits[flat], [rows[row] for row in flat])
             chosen = self._verify(target, [rows[row] for row in flat], verified)
             for row, token in zip(flat, chosen, strict=True):
                 tokens[row] = token
@@ -140,13 +141,13 @@ class DraftingRule:
         self._spans = spans
         self._drawn_from: list[Tensor | None] = [None] * len(spans)
 
-    def choose(self, logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    def choose(self, logits: Tensor, peaks: Peaks, rows: Sequence[SampleRow]) -> list[int]:
         """See Rule. One row per span: it drafts."""
-        tokens = logits.argmax(dim=-1).tolist()
+        tokens = list(peaks.token_ids)
         random = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
         if not random:
             return tokens
-        probabilities = distribution(logits[random], peaks[random], [rows[index] for index in random])
+        probabilities = distribution(logits[random], peaks.logits[random], [rows[index] for index in random])
         drawn = draw(probabilities, noise_key_columns([rows[index] for index in random], logits.device, _DRAFT_STREAM)).tolist()
         for place, index in enumerate(random):
             tokens[index] = drawn[place]

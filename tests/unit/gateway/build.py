@@ -6,7 +6,7 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from prometheus_client import CollectorRegistry
 
-from forebay.v1 import admin_pb2_grpc, inference_pb2_grpc, types_pb2
+from forebay.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from services.common import rpc
 from services.common.process import HttpServer
 from services.gateway.auth import Authenticator
@@ -220,6 +220,11 @@ async def stack(
             await mesh.close()
             for server in (scheduler, *workers):
                 await server.stop()
+
+
+def text_of(events: Iterable[Any], choice: int = 0) -> str:
+    """What a choice says in events of a generation."""
+    return "".join(event.text for event in events if isinstance(event, inference_pb2.Delta) and event.choice_index == choice)
 
 
 async def events_of(mesh: Stack, path: str, body: dict[str, Any], **headers: str) -> list[Any]:

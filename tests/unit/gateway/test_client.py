@@ -13,7 +13,7 @@ from forebay.v1 import types_pb2, worker_pb2
 from services.common.errors import Code, StatusError, invalid, unavailable
 from services.gateway.client import MeshCall, cache_salt
 from services.gateway.mesh import Mesh, MeshLimits, RetryBudget
-from tests.fakes import LENGTH, STOP, FakeScheduler, FakeWorker, Script, WorkerCall, play, serving
+from tests.fakes import LENGTH, STOP, FakeScheduler, FakeWorker, Script, WorkerCall, play, serving, stall
 from tests.unit.gateway.build import generation
 
 FAST = MeshLimits(worker_silence=20.0, scheduler_answer=20.0, replace_patience=10.0, exclusion=0.2, backoff=0.01)
@@ -162,12 +162,7 @@ async def test_prompt_logprobs_come_once_over_a_failover() -> None:
 
 
 async def test_a_silent_worker_is_left() -> None:
-    async def silent(call: WorkerCall) -> None:
-        await call.accept()
-        await call.tokens([1])
-        await asyncio.Event().wait()
-
-    async with fleet(silent, play([1, 2]), limits=replace(FAST, worker_silence=0.3)) as (mesh, _, workers):
+    async with fleet(stall([1]), play([1, 2]), limits=replace(FAST, worker_silence=0.3)) as (mesh, _, workers):
         _, events = await run(mesh)
         assert ids_of(events) == [1, 2]
         await workers[0].cancelled.until_length(1)
@@ -352,13 +347,7 @@ async def test_a_deadline_that_has_passed_starts_nothing() -> None:
 
 @pytest.mark.parametrize("where", ["queue", "prefill", "decode"])
 async def test_cancelling_ends_the_work_in_every_state(where: str) -> None:
-    async def stuck(call: WorkerCall) -> None:
-        await call.accept()
-        if where == "decode":
-            await call.tokens([1, 2])
-        await asyncio.Event().wait()
-
-    async with fleet(stuck, limits=FAST) as (mesh, scheduler, workers):
+    async with fleet(stall([1, 2] if where == "decode" else ()), limits=FAST) as (mesh, scheduler, workers):
         if where == "queue":
             scheduler.gate.clear()
         seen: asyncio.Queue[Any] = asyncio.Queue()

@@ -16,8 +16,8 @@ from services.gateway.generation import Event, Generations
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.text.stream import TextStream
-from tests.fakes import LENGTH, STOP, FakeScheduler, FakeWorker, Script, WorkerCall, play, serving
-from tests.unit.gateway.build import EOS, FAST, generation, letters
+from tests.fakes import LENGTH, STOP, FakeScheduler, FakeWorker, Script, WorkerCall, play, serving, stall
+from tests.unit.gateway.build import EOS, FAST, generation, letters, text_of
 
 
 @asynccontextmanager
@@ -35,10 +35,6 @@ async def generations(script: Script) -> AsyncIterator[tuple[Generations, FakeSc
 async def events_of(script: Script, **fields: Any) -> list[Event]:
     async with generations(script) as (runs, *_), aclosing(runs.run(generation(**fields))) as events:
         return [event async for event in events]
-
-
-def text_of(events: list[Event], choice: int = 0) -> str:
-    return "".join(event.text for event in events if isinstance(event, inference_pb2.Delta) and event.choice_index == choice)
 
 
 def ids_of(events: list[Event], choice: int = 0) -> list[int]:
@@ -148,12 +144,7 @@ async def test_our_own_bug_is_a_typed_end(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_closing_the_events_cancels_the_work() -> None:
-    async def endless(call: WorkerCall) -> None:
-        await call.accept()
-        await call.tokens(letters("a"))
-        await asyncio.Event().wait()
-
-    async with generations(endless) as (runs, scheduler, worker, registry):
+    async with generations(stall(letters("a"))) as (runs, scheduler, worker, registry):
         async with aclosing(runs.run(generation())) as events:
             async for event in events:
                 if isinstance(event, inference_pb2.Delta):

@@ -9,7 +9,7 @@ import pytest
 from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError, unavailable
 from services.gateway.http import body
-from tests.fakes import LENGTH, STOP, WorkerCall, play
+from tests.fakes import LENGTH, STOP, WorkerCall, play, stall
 from tests.unit.gateway.build import EOS, events_of, letters, make_token, stack
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -179,13 +179,7 @@ async def test_a_deadline_from_the_header_passes_as_504() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("where", ["queue", "prefill", "decode"])
 async def test_b40_a_dropped_connection_ends_the_work_in_every_state(where: str, streamed: bool) -> None:
-    async def stuck(call: WorkerCall) -> None:
-        await call.accept()
-        if where == "decode":
-            await call.tokens(letters("ab"))
-        await asyncio.Event().wait()
-
-    async with stack(stuck) as mesh:
+    async with stack(stall(letters("ab") if where == "decode" else ())) as mesh:
         if where == "queue":
             mesh.scheduler.gate.clear()
         task = asyncio.create_task(mesh.http.post("/v1/chat/completions", json=CHAT | {"stream": streamed}))

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from services.common.errors import Code, StatusError, unavailable
-from tests.fakes import STOP, WorkerCall, play
+from tests.fakes import STOP, WorkerCall, play, stall
 from tests.unit.gateway.build import EOS, Stack, letters, stack
 
 Result = TypeVar("Result")
@@ -121,12 +121,7 @@ async def test_an_error_in_the_stream_raises() -> None:
 
 
 async def test_closing_the_stream_ends_the_work() -> None:
-    async def endless(call: WorkerCall) -> None:
-        await call.accept()
-        await call.tokens(letters("a"))
-        await asyncio.Event().wait()
-
-    async with stack(endless) as mesh, client(mesh) as sdk:
+    async with stack(stall(letters("a"))) as mesh, client(mesh) as sdk:
         stream = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
         async for chunk in stream:
             if chunk.choices[0].delta.content == "a":

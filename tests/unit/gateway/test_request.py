@@ -9,8 +9,17 @@ import tokenizers
 from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError
 from services.gateway.auth import Caller
+from services.gateway.conversation import ChatOptions
 from services.gateway.models import ServedModel
-from services.gateway.request import DEADLINE_SECONDS, Envelope, admit_chat, admit_completion, count_tokens, latency_class
+from services.gateway.request import (
+    DEADLINE_SECONDS,
+    Envelope,
+    admit_chat,
+    admit_completion,
+    count_chat_tokens,
+    count_tokens,
+    latency_class,
+)
 from services.gateway.text.template import ChatTemplate
 from services.text.compiler import Compiler
 from services.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_alphabet
@@ -222,13 +231,14 @@ async def test_f17_a_deadline_that_has_passed_starts_no_work(given: float) -> No
 
 
 async def test_counting() -> None:
-    assert await count_tokens(model(), text="hi") == [104, 105]
-    assert await count_tokens(model(), text="") == []
-    assert len(await count_tokens(model(), text="x" * 5000)) == 5000, "counting is for texts that don't fit, too"
-    assert bytes(await count_tokens(model(), messages=[{"role": "user", "content": "u"}])).decode() == "<user>u<go>"
+    assert await count_tokens(model(), "hi") == [104, 105]
+    assert await count_tokens(model(), "") == []
+    assert len(await count_tokens(model(), "x" * 5000)) == 5000, "counting is for texts that don't fit, too"
+    messages = [{"role": "user", "content": "u"}]
+    assert bytes(await count_chat_tokens(model(), messages, ChatOptions())).decode() == "<user>u<go>"
     for text in (None, 5, ["x"], "x" * (1 << 20) + "x"):
-        assert (await refusal(count_tokens(model(), text=text, names={"text": "prompt"}))).violations[0].field == "prompt"
-    assert (await refusal(count_tokens(model(), messages=[]))).violations[0].field == "messages"
+        assert (await refusal(count_tokens(model(), text, name="prompt"))).violations[0].field == "prompt"
+    assert (await refusal(count_chat_tokens(model(), [], ChatOptions()))).violations[0].field == "messages"
 
 
 async def test_b33_the_log_probabilities_of_prompts_are_bounded_over_prompts_and_choices() -> None:

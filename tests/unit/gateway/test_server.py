@@ -9,8 +9,8 @@ import pytest
 from forebay.v1 import admin_pb2, inference_pb2, types_pb2
 from services.common import rpc
 from services.common.errors import Code, StatusError, from_rpc, unavailable
-from tests.fakes import LENGTH, STOP, WorkerCall, play
-from tests.unit.gateway.build import EOS, MAX_MODEL_LEN, Stack, letters, make_token, stack
+from tests.fakes import LENGTH, STOP, WorkerCall, play, stall
+from tests.unit.gateway.build import EOS, MAX_MODEL_LEN, Stack, letters, make_token, stack, text_of
 
 Sampling = types_pb2.SamplingParams
 
@@ -26,10 +26,6 @@ async def ask(mesh: Stack, request: Any, *, timeout: float | None = 20, token: s
         return [getattr(r, r.WhichOneof("event")) async for r in method(request, timeout=timeout, metadata=metadata(token))]
     except grpc.aio.AioRpcError as error:
         raise from_rpc(error) from None
-
-
-def text_of(events: list[Any], choice: int = 0) -> str:
-    return "".join(event.text for event in events if isinstance(event, inference_pb2.Delta) and event.choice_index == choice)
 
 
 async def test_generate_from_text_and_from_tokens() -> None:
@@ -180,13 +176,7 @@ async def test_b11_an_engine_error_is_no_ok_and_spares_the_others() -> None:
 
 @pytest.mark.parametrize("where", ["queue", "prefill", "decode"])
 async def test_b40_a_cancelled_call_ends_the_work_in_every_state(where: str) -> None:
-    async def stuck(call: WorkerCall) -> None:
-        await call.accept()
-        if where == "decode":
-            await call.tokens(letters("a"))
-        await asyncio.Event().wait()
-
-    async with stack(stuck) as mesh:
+    async with stack(stall(letters("a") if where == "decode" else ())) as mesh:
         if where == "queue":
             mesh.scheduler.gate.clear()
         call = mesh.inference.Generate(inference_pb2.GenerateRequest(text="a"), metadata=metadata())
@@ -207,12 +197,7 @@ async def test_b40_a_cancelled_call_ends_the_work_in_every_state(where: str) -> 
 
 @pytest.mark.parametrize("where", ["queue", "decode"])
 async def test_f17_the_call_s_deadline_is_the_request_s(where: str) -> None:
-    async def stuck(call: WorkerCall) -> None:
-        await call.accept()
-        await call.tokens(letters("a"))
-        await asyncio.Event().wait()
-
-    async with stack(stuck) as mesh:
+    async with stack(stall(letters("a"))) as mesh:
         if where == "queue":
             mesh.scheduler.gate.clear()
         with pytest.raises(StatusError) as failure:

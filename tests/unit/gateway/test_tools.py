@@ -61,7 +61,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [NOW], "parallel_tool_calls": 1}, "parallel_tool_calls"),
-    ({"tools": [NOW], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [NOW], "structured_outputs": {"grammar": "start: /x/"}}, "structured_outputs"),
+    ({"tools": [NOW], "tool_choice": "required", "response_format": {"type": "xml"}}, "response_format.type"),
     ({"tools": [NOW], "ignore_eos": True}, "ignore_eos"),
     ({"enable_thinking": True}, "enable_thinking"),
     ({"enable_thinking": "yes"}, "enable_thinking"),
@@ -108,6 +109,17 @@ async def test_a_template_whose_form_is_not_known_has_no_tools() -> None:
         assert (await mesh.http.post(PATH, json=CHAT | {"tools": [NOW], "tool_choice": "none"})).status_code == 200
 
 
+async def test_an_answer_that_could_be_taken_for_a_call_is_refused_beside_tools() -> None:
+    """Llama's calls are bare JSON. Where a call is required, or none can be, there is nothing to take for the other."""
+    llama = ChatTemplate("{% if tools %}<|python_tag|>{% endif %}x", SpecialTokens())
+    body = CHAT | {"tools": [NOW], "response_format": {"type": "json_object"}}
+    async with stack(said("{}"), template=llama) as mesh:
+        answer = await mesh.http.post(PATH, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+        for choice in ("required", "none"):
+            assert (await mesh.http.post(PATH, json=body | {"tool_choice": choice})).status_code == 200
+
+
 def test_none_is_no_tools() -> None:
     assert validate_tools(None, None, None) is None
     assert validate_tools([], "none", True) is None
@@ -149,6 +161,27 @@ async def test_calls_in_a_stream_name_first_then_arguments_in_pieces() -> None:
     assert "tool_call>" not in "".join(delta.get("content") or "" for delta in deltas)
 
 
+@pytest.mark.parametrize(
+    ("text", "content", "names", "reason"),
+    [
+        ('{"text": "<tool_call>"}', '{"text": "<tool_call>"}', [], "stop"),
+        (CALLS.partition("\n")[2], None, ["weather", "now"], "tool_calls"),
+    ],
+)
+async def test_beside_a_format_it_is_an_answer_or_calls(text: str, content: str | None, names: list[str], reason: str) -> None:
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}}
+    body = CHAT | {"tools": [WEATHER, NOW], "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    async with stack(said(text)) as mesh:
+        (choice,) = (await mesh.http.post(PATH, json=body)).json()["choices"]
+        chunks = await events_of(mesh, PATH, body)
+        grammars = [call.request.sampling.grammar.lark for call in mesh.workers[0].calls]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (content, reason)
+    assert [call["function"]["name"] for call in choice["message"].get("tool_calls", [])] == names
+    deltas = [choice["delta"] for chunk in chunks[:-1] for choice in chunk["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas).strip() == (content or "")
+    assert all("start: answer | " in grammar for grammar in grammars)
+
+
 async def chat_events(mesh: Stack, **fields: Any) -> list[inference_pb2.ChatResponse]:
     request = inference_pb2.ChatRequest(messages=[inference_pb2.ChatMessage(role="user", content="hi")], **fields)
     return [event async for event in mesh.inference.Chat(request, metadata=[("authorization", make_token())])]
@@ -178,6 +211,10 @@ async def test_calls_over_grpc() -> None:
         ({"tool_choice": NAMED}, {"tool_name": "now"}),
         ({"tool_choice": "auto", "parallel_tool_calls": False}, {"tool_mode": inference_pb2.TOOL_MODE_AUTO, "parallel_tool_calls": False}),
         ({"tool_choice": "none"}, {"tool_mode": inference_pb2.TOOL_MODE_NONE}),
+        (
+            {"tool_choice": "auto", "response_format": {"type": "json_object"}},
+            {"sampling": types_pb2.SamplingParams(grammar=types_pb2.Grammar(json_object=True))},
+        ),
     ],
 )
 async def test_choices_of_tools_are_the_same_on_both_faces(http: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -266,7 +303,8 @@ async def test_thinking_is_switched_off_in_the_prompt(fields: dict[str, Any]) ->
 
 
 async def test_what_forces_the_form_of_a_reply_leaves_no_room_for_thoughts() -> None:
-    forced: list[dict[str, Any]] = [{"response_format": {"type": "json_object"}}, {"tools": [NOW], "tool_choice": "required"}]
+    a_format: dict[str, Any] = {"response_format": {"type": "json_object"}}
+    forced: list[dict[str, Any]] = [a_format, {"tools": [NOW], "tool_choice": "required"}, {"tools": [NOW], **a_format}]
     async with stack(said("{}"), template=THINKING) as mesh:
         for fields in forced:
             assert (await mesh.http.post(PATH, json=CHAT | fields)).status_code == 200
@@ -281,3 +319,39 @@ async def test_a_reply_that_the_prompt_began_to_think() -> None:
     async with stack(said("so\n</think>\n\nYes."), template=template) as mesh:
         message = (await mesh.http.post(PATH, json=CHAT)).json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("so", "Yes.")
+
+
+# --- counting
+
+SHAPES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"tools": [NOW]}, {"tools": [inference_pb2.Tool(name="now")]}),
+    ({"tools": [NOW], "tool_choice": "none"}, {"tools": [inference_pb2.Tool(name="now")], "tool_mode": inference_pb2.TOOL_MODE_NONE}),
+    ({"tools": [NOW], "tool_choice": NAMED}, {"tools": [inference_pb2.Tool(name="now")], "tool_name": "now"}),
+    ({"enable_thinking": False}, {"enable_thinking": False}),
+    ({"response_format": {"type": "json_object"}}, {"grammar": types_pb2.Grammar(json_object=True)}),
+]
+
+
+@pytest.mark.parametrize(("http", "fields"), SHAPES)
+async def test_a_count_is_of_the_prompt_that_a_generation_has(http: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Tools, their choice, thinking and what leaves no room for it: on both faces."""
+    async with stack(said("{}"), template=THINKING) as mesh:
+        assert (await mesh.http.post(PATH, json=CHAT | http)).status_code == 200
+        prompt = list(mesh.workers[0].calls[0].request.prompt_token_ids)
+        counted = (await mesh.http.post("/tokenize", json=CHAT | http)).json()
+        conversation = inference_pb2.Conversation(messages=[inference_pb2.ChatMessage(role="user", content="hi")], **fields)
+        by_grpc = await mesh.inference.CountTokens(
+            inference_pb2.CountTokensRequest(conversation=conversation), metadata=[("authorization", make_token())]
+        )
+    assert counted["tokens"] == list(by_grpc.token_ids) == prompt
+    assert counted["count"] == by_grpc.num_tokens == len(prompt)
+
+
+async def test_a_count_refuses_what_a_generation_would() -> None:
+    async with stack(said("x")) as mesh:
+        for fields in ({"tools": 5}, {"tools": [NOW], "tool_choice": "always"}, {"enable_thinking": True}, {"response_format": 5}):
+            answer = await mesh.http.post("/tokenize", json=CHAT | fields)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, list(fields)[-1])
+        answer = await mesh.http.post("/tokenize", json={"prompt": "hi", "tools": [NOW]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")

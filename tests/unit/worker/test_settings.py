@@ -89,18 +89,21 @@ def test_a_backend_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatc
             engine_config(WorkerSettings(model="m", level=level, backend="native"), SMALL)
 
 
-def test_auto_is_the_files_level_with_kernels_and_fp32_with_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "suggested_level", lambda _: "int4")
+@pytest.mark.parametrize("own", ["int4", "int8", "bf16"])
+def test_auto_is_the_files_level_with_kernels_and_with_torch_floats(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device torch holds integers in fp32, so bf16 is half the memory and the faster product."""
+    monkeypatch.setattr(loading, "suggested_level", lambda _: own)
 
     def level(**fields: object) -> tuple[str, str]:
         config = engine_config(WorkerSettings(model="m", num_blocks=2, **fields), SMALL)  # type: ignore[arg-type]
         return config.level, config.cache_format
 
-    assert level() == ("int4", "bf16")
-    assert level(kv_format="fp8") == ("int4", "fp8")
+    assert level() == (own, "bf16")
+    assert level(kv_format="fp8") == (own, "fp8")
     assert level(level="int8") == ("int8", "bf16")
     assert level(backend="torch") == ("fp32", "fp32")
-    assert level(device="cuda") == ("int4", "bf16")
+    assert level(device="cuda") == level(device="cuda:1", backend="torch") == ("bf16", "bf16")
+    assert level(device="cuda", level="int4") == ("int4", "bf16"), "who names a level gets it"
     assert level(backend="torch", level="int8", kv_format="int8") == ("int8", "int8")
     monkeypatch.setattr(library, "find", lambda: None)
     assert level() == ("fp32", "fp32")

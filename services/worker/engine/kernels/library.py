@@ -6,6 +6,7 @@ another CPU isn't found.
 
 import ctypes
 import hashlib
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -85,6 +86,12 @@ class Step(ctypes.Structure):
     )
 
 
+class Peak(ctypes.Structure):
+    """See sampler.cpp."""
+
+    _fields_ = (("logit", ctypes.c_float), ("token", ctypes.c_int32))
+
+
 class SampledRow(ctypes.Structure):
     """See sampler.cpp."""
 
@@ -121,6 +128,12 @@ def load(path: Path) -> Library:
     """Opens a library, named as `library_path` names it. OSError."""
     target, _, sources = path.stem.removeprefix("forebay-").rpartition("-")
     return Library(f"{target}-{sources[:8]}", _declare(ctypes.CDLL(str(path))))
+
+
+def check(code: int, what: str) -> None:
+    """OSError where a function of the library came back with an error number."""
+    if code:
+        raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
 def library_path(target: str) -> Path:
@@ -160,6 +173,8 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
     functions.forebay_forward.restype = ctypes.c_int
     functions.forebay_close.argtypes = [ctypes.c_void_p]
     functions.forebay_close.restype = None
+    functions.forebay_peaks.argtypes = [ctypes.c_void_p, ctypes.POINTER(Peak), ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    functions.forebay_peaks.restype = ctypes.c_int
     functions.forebay_sample.argtypes = [ctypes.POINTER(SampledRow), ctypes.c_int, ctypes.c_int, ctypes.c_int]
     functions.forebay_sample.restype = ctypes.c_int
     functions.forebay_probe_open.argtypes = [ctypes.c_int, ctypes.c_int, runner]

@@ -1,4 +1,4 @@
-// Which token a row's Gumbel noise chooses: what sampler.py's `loudest` does for rows at a temperature above 0, to the same token.
+// The greatest logit of a row, and which token its Gumbel noise chooses: what sampler.py's `peaks_of` and `loudest` do, to the same token.
 //
 // Noise over a whole vocabulary is made in fp32, which is off by less than kMargin; the few tokens that come so near to the loudest are
 // judged by noise in fp64, rounded with their score to fp32.
@@ -13,6 +13,11 @@
 #include "simd.h"
 
 namespace forebay {
+
+struct Peak {  // by the wire of ctypes: see library.py
+  float logit;  // +infinity or not a number if one of the row's logits is
+  int32_t token;  // the first of equals
+};
 
 struct SampledRow {  // by the wire of ctypes: see library.py
   const float* logits;  // processed, [vocab_size]
@@ -30,7 +35,9 @@ namespace {
 constexpr float kMargin = 0.5f;
 constexpr int kFew = 512;             // survivors judged by fp64 noise at once
 constexpr float kCuts[] = {-10.0f, -40.0f, -FLT_MAX};  // scores above which the likeliest are looked for, the peak being 0
-constexpr int kRowsPerThread = 4;     // fewer aren't worth a thread
+constexpr int kRowsPerThread = 4;     // fewer aren't worth a thread,
+constexpr int kPeaksPerThread = 16;   // which costs as much as a few peaks
+constexpr int kPiece = 1024;          // logits among which the peak's place is looked for once the piece is known
 
 double noise(int token, const SampledRow& row) {
   uint32_t x = static_cast<uint32_t>(token) * static_cast<uint32_t>(-0x61C8864F) ^ row.key0;
@@ -59,6 +66,44 @@ f32x16 rough_noise(i32x16 tokens, const SampledRow& row) {
   return sub(zero(), log(where_less(v, splat(1e-3f), series, exact)));
 }
 
+// 16 logits from the i-th on; behind the end of the row `filling`.
+f32x16 load_part(const float* logits, int vocab_size, int i, float filling) {
+  if (i + kLanes <= vocab_size) return load(logits + i);
+  alignas(64) float rest[kLanes];
+  std::fill(rest, rest + kLanes, filling);
+  std::copy(logits + i, logits + vocab_size, rest);
+  return load(rest);
+}
+
+Peak peak_of(const float* logits, int vocab_size) {
+  f32x16 odd = zero();  // a logit that is +infinity or no number
+  float top = -INFINITY;
+  int piece = 0;
+  for (int first = 0; first < vocab_size; first += kPiece) {
+    f32x16 tops = splat(-INFINITY);
+    for (int i = first; i < std::min(first + kPiece, vocab_size); i += kLanes) {
+      const f32x16 v = load_part(logits, vocab_size, i, -INFINITY);
+      odd = where_less(v, splat(INFINITY), odd, v);
+      tops = max(v, tops);  // which a NaN leaves as it was
+    }
+    if (const float here = largest(tops); here > top) top = here, piece = first;
+  }
+  alignas(64) float lanes[kLanes];
+  store(lanes, odd);
+  for (const float lane : lanes)
+    if (!std::isfinite(lane)) return {lane, 0};
+  for (int i = piece;; ++i)
+    if (i == vocab_size - 1 || logits[i] == top) return {top, i};
+}
+
+// work(i) for i from 0 to count - 1, each on a thread of its own.
+template <class Work>
+void spread(int count, Work&& work) {
+  std::vector<std::jthread> threads;
+  for (int i = 1; i < count; ++i) threads.emplace_back(work, i);
+  work(0);
+}
+
 class RowSampler {
  public:
   explicit RowSampler(int vocab_size) : vocab_size_(vocab_size), scores_(vocab_size + kLanes), noisy_(vocab_size + kLanes) {
@@ -68,7 +113,10 @@ class RowSampler {
 
   int choose(const SampledRow& row) {
     if (!std::isfinite(row.peak)) return 0;  // no score would survive a filter
-    for (int i = 0; i < vocab_size_; i += kLanes) store(&scores_[i], div(sub(load_row(row, i), splat(row.peak)), splat(row.temperature)));
+    for (int i = 0; i < vocab_size_; i += kLanes) {
+      const f32x16 above = sub(load_part(row.logits, vocab_size_, i, 0), splat(row.peak));
+      store(&scores_[i], div(above, splat(row.temperature)));
+    }
     float threshold = row.min_p > 0 ? std::log(row.min_p) : -FLT_MAX;
     if (row.top_k > 0 || row.top_p < 1) threshold = std::max(threshold, rank(row));
     survivors_.clear();
@@ -79,13 +127,6 @@ class RowSampler {
   }
 
  private:
-  f32x16 load_row(const SampledRow& row, int i) const {
-    if (i + kLanes <= vocab_size_) return load(row.logits + i);
-    alignas(64) float rest[kLanes] = {};
-    std::copy(row.logits + i, row.logits + vocab_size_, rest);
-    return load(rest);
-  }
-
   int loudest(const SampledRow& row) const {
     int best = 0;
     float top = -INFINITY;
@@ -160,6 +201,16 @@ class RowSampler {
 
 extern "C" {
 
+// The peak of each row of [num_rows, vocab_size].
+int forebay_peaks(const float* logits, forebay::Peak* peaks, int num_rows, int vocab_size, int num_threads) {
+  return forebay::guard([&] {
+    const int count = std::max(1, std::min(num_threads, num_rows / forebay::kPeaksPerThread));
+    forebay::spread(count, [&](int first) {
+      for (int i = first; i < num_rows; i += count) peaks[i] = forebay::peak_of(logits + static_cast<size_t>(i) * vocab_size, vocab_size);
+    });
+  });
+}
+
 // Sets the token of each row.
 int forebay_sample(forebay::SampledRow* rows, int num_rows, int vocab_size, int num_threads) {
   return forebay::guard([&] {
@@ -167,12 +218,9 @@ int forebay_sample(forebay::SampledRow* rows, int num_rows, int vocab_size, int 
     std::vector<forebay::RowSampler> samplers;
     samplers.reserve(count);
     for (int i = 0; i < count; ++i) samplers.emplace_back(vocab_size);
-    auto work = [&](int first) {
+    forebay::spread(count, [&](int first) {
       for (int i = first; i < num_rows; i += count) rows[i].token = samplers[first].choose(rows[i]);
-    };
-    std::vector<std::jthread> threads;
-    for (int i = 1; i < count; ++i) threads.emplace_back(work, i);
-    work(0);
+    });
   });
 }
 }

@@ -1,15 +1,27 @@
-"""The sampler in C++ for rows on the CPU: the token that the Gumbel noise of sampler.py chooses. See sampler.cpp."""
+"""The sampler in C++ for rows on the CPU: the token that the Gumbel noise of noise.py chooses. See sampler.cpp."""
 
-import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from services.worker.engine.kernels.library import Library, SampledRow
+from services.worker.engine.kernels.library import Library, Peak, SampledRow, check
 from services.worker.engine.request import SamplingParams
 
 _UINT32 = 0xFFFFFFFF
+
+
+def peaks(compiled: Library, logits: Tensor) -> tuple[Tensor, list[int]]:
+    """The greatest logit [num_rows] of each row and its token, as sampler.Peaks has them; `logits` [num_rows, vocab] are fp32.
+
+    OSError: there is no memory or thread.
+    """
+    assert logits.is_contiguous()
+    assert logits.dtype == torch.float32
+    num_rows, vocab = logits.shape
+    found = (Peak * num_rows)()
+    check(compiled.functions.forebay_peaks(logits.data_ptr(), found, num_rows, vocab, torch.get_num_threads()), f"{num_rows} peaks")
+    return torch.tensor([peak.logit for peak in found]), [peak.token for peak in found]
 
 
 def choose(
@@ -27,7 +39,5 @@ def choose(
     for index, (peak, p, (first, second)) in enumerate(zip(peaks, params, keys, strict=True)):
         top_k = p.top_k if 0 < p.top_k < vocab else 0
         rows[index] = SampledRow(start + index * stride, peak, p.temperature, p.top_p, p.min_p, top_k, first & _UINT32, second & _UINT32)
-    code = compiled.functions.forebay_sample(rows, num_rows, vocab, torch.get_num_threads())
-    if code:
-        raise OSError(code, f"sampling {num_rows} rows: {os.strerror(code)}")
+    check(compiled.functions.forebay_sample(rows, num_rows, vocab, torch.get_num_threads()), f"sampling {num_rows} rows")
     return [row.token for row in rows]

@@ -67,7 +67,7 @@ class NativeDecoder:
         code = self._functions.forebay_open(
             ctypes.byref(self._model), ctypes.byref(kv.wire()), self._num_threads, NUM_SPINS, ctypes.byref(self._runner)
         )
-        _check_code(code, f"{self._num_threads} threads of the CPU kernels")
+        library.check(code, f"{self._num_threads} threads of the CPU kernels")
         self._cache = kv
 
     def forward(self, step: Step, kv: NativeCache) -> Tensor:
@@ -108,7 +108,7 @@ class NativeDecoder:
             logits=logits.data_ptr(),
         )
         code = self._functions.forebay_forward(self._runner, ctypes.byref(wire))
-        _check_code(code, f"a step of {len(step.tokens)} tokens")
+        library.check(code, f"a step of {len(step.tokens)} tokens")
         return logits
 
     def _close(self) -> None:
@@ -193,11 +193,6 @@ class NativeDecoder:
         padded = F.pad(values, (0, (count or len(values) + -len(values) % GROUP) - len(values))).contiguous()
         self._kept.append(padded)
         return padded.data_ptr()
-
-
-def _check_code(code: int, what: str) -> None:
-    if code:
-        raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
 def _gates(gate: Tensor | Quantized, up: Tensor | Quantized) -> Tensor | Quantized:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from services.worker.engine.sequence import Sequence
 
-_OWN_MEMORY = 0.95  # a sequence's outcomes: about the last twenty
+_OWN_MEMORY = 0.98  # a sequence's outcomes: about the last fifty
 _SHARED_MEMORY = 0.998  # everybody's: about the last five hundred
-_OWN_PRIOR_WEIGHT = 1.0  # outcomes that everybody's count as: few, or one that never hits would be drafted for on and on
+_OWN_PRIOR_WEIGHT = 4.0  # outcomes that everybody's count as
 _SHARED_PRIOR_WEIGHT = 8.0
 
 
@@ -18,12 +18,10 @@ class Tally:
     accepted: float = 0.0
     judged: float = 0.0
 
-    def add(self, num_accepted: int, num_judged: int, memory: float) -> None:
-        """A run: `num_accepted` hits, then, if more were judged, one miss. What comes behind a miss says nothing."""
-        num_outcomes = min(num_accepted + 1, num_judged)
-        kept = memory**num_outcomes
-        self.accepted = self.accepted * kept + num_accepted
-        self.judged = self.judged * kept + num_outcomes
+    def add(self, accepted: bool, memory: float) -> None:
+        """One outcome."""
+        self.accepted = self.accepted * memory + accepted
+        self.judged = self.judged * memory + 1
 
     def rate(self, prior: float, weight: float) -> float:
         """The share of hits to expect next; what is known beforehand counts as `weight` outcomes."""
@@ -44,10 +42,10 @@ class Acceptance:
         own = self._own.get(sequence, {}).get(grade)
         return shared if own is None else own.rate(shared, _OWN_PRIOR_WEIGHT)
 
-    def record(self, sequence: Sequence, grade: int, num_accepted: int, num_judged: int) -> None:
-        """The outcome of a run of drafts of this grade."""
-        self._shared[grade].add(num_accepted, num_judged, _SHARED_MEMORY)
-        self._own.setdefault(sequence, {}).setdefault(grade, Tally()).add(num_accepted, num_judged, _OWN_MEMORY)
+    def record(self, sequence: Sequence, grade: int, accepted: bool) -> None:
+        """What became of a draft of this grade. What comes behind a miss says nothing and isn't recorded."""
+        self._shared[grade].add(accepted, _SHARED_MEMORY)
+        self._own.setdefault(sequence, {}).setdefault(grade, Tally()).add(accepted, _OWN_MEMORY)
 
     def forget(self, sequence: Sequence) -> None:
         """Drops the sequence's own tallies; what they taught all stays. Idempotent."""

@@ -1,23 +1,25 @@
 """What guesses the next tokens of a sequence: the seam between the speculator and lookups, models, or whatever else drafts."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from services.worker.engine.batch import Draft
 from services.worker.engine.sequence import Sequence
 
 
-@dataclass(frozen=True)
-class Outlook:
+class Outlook(NamedTuple):
     """What a drafter could say of a sequence's next tokens.
 
-    Drafts of one grade come true about equally often: outcomes are counted by grade. `token_id` is the first draft where the drafter
-    knows it for nothing; then it is judged by what comes even if it isn't verified.
+    Drafts of one grade come true about equally often, if those before them do: outcomes are counted by grade. `token_id` is the first
+    draft where the drafter knows it for nothing; then it is judged by what comes even if it isn't verified.
     """
 
-    grade: int  # 0 .. the drafter's num_grades - 1
+    grades: tuple[int, ...]  # of the first draft, of the next, ..., the last of all further ones; each indexes the drafter's `prior`
     token_id: int | None = None
+
+    def grade(self, depth: int) -> int:
+        """Of the draft behind `depth` others."""
+        return self.grades[min(depth, len(self.grades) - 1)]
 
 
 class Drafter(Protocol):

@@ -30,7 +30,7 @@ class ModelDrafter:
 
     def outlook(self, sequence: Sequence) -> Outlook | None:  # noqa: ARG002  # whichever it is
         """See Drafter: a model always has something to say."""
-        return Outlook(grade=0)
+        return Outlook(grades=(0,))
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Draft]:
         """See Drafter. One pass over the batch per token, for those sequences that still want one."""

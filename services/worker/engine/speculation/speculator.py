@@ -4,8 +4,10 @@ Greedy over the whole batch: the draft most likely to be accepted comes next, as
 """
 
 import heapq
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from services.worker.engine.batch import Batch, Span
 from services.worker.engine.sequence import Sequence
@@ -13,6 +15,7 @@ from services.worker.engine.speculation.acceptance import Acceptance
 from services.worker.engine.speculation.drafter import Drafter, Outlook
 from services.worker.engine.speculation.step_time import Load, StepTime
 
+_LEAST_GAIN = 0.03  # of the tokens per second: less is lost in what the estimates are off by
 _PROBE_INTERVAL = 64  # steps without a draft for want of gain, after which one is made to see whether that still holds
 
 
@@ -25,13 +28,13 @@ class SpeculationCounters:
     accepted_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class _Prospect:
+class _Prospect(NamedTuple):
     """A sequence that can be drafted for in this step."""
 
     span: int  # its index
+    sequence: Sequence
     outlook: Outlook
-    chance: float  # of each draft, given that those before it were accepted
+    chance: float  # that the first draft comes true
     room: int
 
 
@@ -43,45 +46,50 @@ class Speculator:
         self._drafter = drafter
         self._max_drafts = max_drafts
         self._step_time = step_time or StepTime()
-        self._acceptance = Acceptance(drafter.prior)
+        self.acceptance = Acceptance(drafter.prior)
         self._outlooks: dict[Sequence, Outlook] = {}  # of this step
         self._num_idle_steps = 0  # since the last draft, or chance of one
 
-    def plan(self, spans: Seq[Span], rooms: Seq[int], budget: int) -> list[int]:
-        """How many drafts each span should get: at most its room, and `budget` in all."""
+    def plan(self, spans: Seq[Span], room: Callable[[Span], int], budget: int) -> list[int]:
+        """How many drafts each span should get: at most as there is room for, and `budget` in all."""
+        tokens, seconds = float(sum(span.samples for span in spans)), self._step_time.seconds(load_of(spans))
+        probing = self._num_idle_steps >= _PROBE_INTERVAL
+        # Less likely drafts take more time than they bring tokens.
+        least_chance = 0.0 if probing or not self._step_time.known else tokens * self._step_time.draft_seconds() / seconds
+        prospects = self._prospects(spans, room, least_chance)
         counts = [0] * len(spans)
-        prospects = self._prospects(spans, rooms)
-        if not prospects or not self._step_time.known:
+        if not self._step_time.known or budget <= 0:
             return counts
-        for prospect, count in zip(prospects, self._best_counts(prospects, spans, budget), strict=True):
+        for prospect, count in zip(prospects, self._best_counts(prospects, tokens, seconds, budget), strict=True):
             counts[prospect.span] = count
-        self._num_idle_steps = 0 if any(counts) else self._num_idle_steps + 1
-        if self._num_idle_steps >= _PROBE_INTERVAL and budget > 0:
-            self._num_idle_steps = 0
+        if probing and prospects and not any(counts):
             counts[max(prospects, key=lambda prospect: prospect.chance).span] = 1
+        self._num_idle_steps = 0 if any(counts) else self._num_idle_steps + 1
         return counts
 
-    def _prospects(self, spans: Seq[Span], rooms: Seq[int]) -> list[_Prospect]:
+    def _prospects(self, spans: Seq[Span], room: Callable[[Span], int], least_chance: float) -> list[_Prospect]:
         self._outlooks.clear()
         prospects = []
-        for index, (span, room) in enumerate(zip(spans, rooms, strict=True)):
-            if room <= 0 or (outlook := self._drafter.outlook(span.sequence)) is None:
+        for index, span in enumerate(spans):
+            sequence = span.sequence
+            if not span.may_draft or (outlook := self._drafter.outlook(sequence)) is None:
                 continue
-            self._outlooks[span.sequence] = outlook
-            chance = self._acceptance.chance(span.sequence, outlook.grade)
-            prospects.append(_Prospect(index, outlook, chance, min(room, self._max_drafts)))
+            self._outlooks[sequence] = outlook
+            chance = self.acceptance.chance(sequence, outlook.grade(0))
+            if chance > least_chance and (most := min(room(span), self._max_drafts)) > 0:
+                prospects.append(_Prospect(index, sequence, outlook, chance, most))
         return prospects
 
-    def _best_counts(self, prospects: Seq[_Prospect], spans: Seq[Span], budget: int) -> list[int]:
-        """Drafts by prospect, for the most expected tokens per second."""
-        tokens, seconds = float(sum(span.samples for span in spans)), self._step_time.seconds(load_of(spans))
-        if not self._drafter.pass_seconds:
-            return self._share(prospects, tokens, seconds, self._max_drafts, budget)[0]
-        # Each pass of a draft model serves all, so how many passes is the first question.
-        best, best_rate = [0] * len(prospects), tokens / seconds
-        for num_passes in range(1, self._max_drafts + 1):
-            with_passes = seconds + num_passes * self._drafter.pass_seconds
-            counts, rate = self._share(prospects, tokens, with_passes, num_passes, budget)
+    def _best_counts(self, prospects: Seq[_Prospect], tokens: float, seconds: float, budget: int) -> list[int]:
+        """Drafts by prospect, for the most expected tokens per second; none for a gain that is next to nothing."""
+        best, best_rate = [0] * len(prospects), tokens / seconds * (1 + _LEAST_GAIN)
+        if not prospects:
+            return best
+        seconds += self._step_time.drafting_seconds()
+        # Each pass of a draft model serves all, so how many passes is the first question; others draft as deep as they like for nothing.
+        pass_seconds = self._drafter.pass_seconds
+        for depth in range(1, self._max_drafts + 1) if pass_seconds else (self._max_drafts,):
+            counts, rate = self._share(prospects, tokens, seconds + depth * pass_seconds, depth, budget)
             if rate > best_rate:
                 best, best_rate = counts, rate
         return best
@@ -100,8 +108,10 @@ class Speculator:
             seconds += draft_seconds
             budget -= 1
             counts[index] += 1
-            if counts[index] < min(prospects[index].room, depth):
-                heapq.heappush(queue, (negative * prospects[index].chance, index))
+            prospect = prospects[index]
+            if counts[index] < min(prospect.room, depth):
+                given = self.acceptance.chance(prospect.sequence, prospect.outlook.grade(counts[index]))
+                heapq.heappush(queue, (negative * given, index))
         return counts, tokens / seconds
 
     def draft(self, batch: Batch) -> Batch:
@@ -120,16 +130,16 @@ class Speculator:
         """Learns from the tokens that came of a span; how many of them were drafts of it."""
         outlook = self._outlooks.pop(span.sequence, None)
         drafts = span.draft.token_ids
-        num_accepted = count_accepted(drafts, token_ids)
+        num_accepted = 0
         if drafts:
+            num_accepted = count_accepted(drafts, token_ids)
             self.counters.drafts += 1
             self.counters.draft_tokens += len(drafts)
             self.counters.accepted_tokens += num_accepted
-        if outlook is not None and token_ids:
-            guesses = drafts or (outlook.token_id,)
-            if guesses[0] is not None:
-                num_judged = min(len(guesses), len(token_ids))
-                self._acceptance.record(span.sequence, outlook.grade, count_accepted(guesses, token_ids), num_judged)
+        if outlook is not None:
+            for depth, (guess, token_id) in enumerate(zip(drafts or (outlook.token_id,), token_ids, strict=False)):
+                if guess is not None:
+                    self.acceptance.record(span.sequence, outlook.grade(depth), accepted=guess == token_id)
         return num_accepted
 
     def observe(self, spans: Seq[Span], seconds: float) -> None:
@@ -139,20 +149,23 @@ class Speculator:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended. Idempotent."""
         self._outlooks.pop(sequence, None)
-        self._acceptance.forget(sequence)
+        self.acceptance.forget(sequence)
         self._drafter.forget(sequence)
 
 
 def load_of(spans: Seq[Span]) -> Load:
     """What a step with these spans has to do."""
-    return Load(
-        sum(span.length for span in spans),
-        sum(len(span.scored) + len(span.sampled) for span in spans),
-        sum(span.end for span in spans),
-    )
+    num_tokens = num_rows = num_keys = 0
+    has_drafts = False
+    for span in spans:
+        num_tokens += span.length
+        num_rows += len(span.scored) + len(span.sampled)
+        num_keys += span.start + span.length
+        has_drafts |= bool(span.draft.token_ids)
+    return Load(num_tokens, num_rows, num_keys, has_drafts)
 
 
-def count_accepted(guesses: Seq[int | None], token_ids: Seq[int]) -> int:
+def count_accepted(guesses: Seq[int], token_ids: Seq[int]) -> int:
     """How many tokens from the first on are as guessed."""
     count = 0
     for guess, token_id in zip(guesses, token_ids, strict=False):

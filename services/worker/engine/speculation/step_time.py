@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MEMORY = 0.99  # weight of a step relative to the next one's
-_RIDGE = 1e-3  # what steps don't tell apart is taken for the fixed part, that is: a draft for free, which the next steps correct
+_RIDGE = 1e-3  # what steps don't tell apart is the fixed part, but for what earlier ones told: a first draft is for free, and tells
 _REFIT = 4  # steps between fits
 _MIN_STEPS = 4
 _LEAST_MARGIN = 0.005  # of the fixed part: no draft is quite free
@@ -12,19 +12,23 @@ _LEAST_MARGIN = 0.005  # of the fixed part: no draft is quite free
 
 @dataclass(frozen=True)
 class Load:
-    """What a step has to do: tokens to compute, rows of logits to look at, and keys to read, which are the lengths of the contexts."""
+    """What a step has to do: tokens to compute, rows of logits to look at, keys to read (the lengths of the contexts), drafts to judge."""
 
     num_tokens: int
     num_rows: int
     num_keys: int
+    has_drafts: bool = False
 
     @property
     def features(self) -> tuple[float, ...]:
-        return 1.0, float(self.num_tokens), float(self.num_rows), float(self.num_keys)
+        return 1.0, float(self.num_tokens), float(self.num_rows), float(self.num_keys), float(self.has_drafts)
 
 
 class StepTime:
-    """Online least squares of seconds = fixed + per token + per row + per key, each >= 0, on relative errors: a stall hardly counts."""
+    """Online least squares of seconds = fixed + per token + per row + per key + for drafts at all, each >= 0.
+
+    Errors are relative: a stall hardly counts. The first draft of a step costs more than each further one where kernels like one row best.
+    """
 
     def __init__(self) -> None:
         size = len(Load(0, 0, 0).features)
@@ -43,10 +47,11 @@ class StepTime:
         if seconds <= 0:
             return
         scaled = [feature / seconds for feature in load.features]  # the line shall come to 1 for it
-        for i, (row, value) in enumerate(zip(self._products, scaled, strict=True)):
-            self._sums[i] = self._sums[i] * _MEMORY + value
-            for j, other in enumerate(scaled):
-                row[j] = row[j] * _MEMORY + value * other
+        self._sums = [_MEMORY * total + value for total, value in zip(self._sums, scaled, strict=True)]
+        self._products = [
+            [_MEMORY * total + value * other for total, other in zip(row, scaled, strict=True)]
+            for row, value in zip(self._products, scaled, strict=True)
+        ]
         self._num_steps += 1
         if self._num_steps % _REFIT == 0:
             self._coefficients = self._fit()
@@ -57,14 +62,19 @@ class StepTime:
 
     def draft_seconds(self) -> float:
         """What one more draft adds to a step: a token, a row and a key."""
-        return max(sum(self._coefficients[1:]), _LEAST_MARGIN * self._coefficients[0])
+        return max(sum(self._coefficients[1:4]), _LEAST_MARGIN * self._coefficients[0])
+
+    def drafting_seconds(self) -> float:
+        """What a step with drafts takes beyond them."""
+        return self._coefficients[4]
 
     def _fit(self) -> list[float]:
         """Drops whatever would come out negative, the worst first."""
         used = list(range(len(self._sums)))
         while True:
             matrix = [[self._products[i][j] * (1 + _RIDGE * (i == j != 0)) for j in used] for i in used]
-            found = dict(zip(used, solve(matrix, [self._sums[i] for i in used]), strict=True))
+            right = [self._sums[i] + _RIDGE * (i != 0) * self._products[i][i] * self._coefficients[i] for i in used]
+            found = dict(zip(used, solve(matrix, right), strict=True))
             worst = min(used, key=lambda i: found[i])
             if found[worst] >= 0 or len(used) == 1:
                 return [found.get(i, 0.0) for i in range(len(self._sums))]

@@ -12,6 +12,7 @@ from services.gateway.text.reply import Reply, ReplyForm
 from services.gateway.text.template import ChatTemplate
 from services.gateway.text.tool_format import HERMES, LLAMA3, ToolFormat, format_of, tool_grammar
 from services.gateway.tools import ToolUse, validate_tools
+from services.text.grammar import Grammar
 from services.text.tokenizer import SpecialTokens
 from tests.unit.gateway.text.test_reply import whole
 from tests.unit.text.test_compiler import COMPILER, accepts
@@ -110,6 +111,24 @@ def test_free_text_holds_calls_that_fit_or_none(form: ToolFormat, parallel: bool
         content, names = checked_calls(form, text)
         assert bool(names) == ('"name"' in text)
         assert "".join(content.split()) in "".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("answer", "yes", "no"),
+    [
+        (Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'), ['{"a": 1}', "{}"], ['{"a": "b"}', "x"]),
+        (Grammar("json_object"), ['{"a": "<tool_call>"}', '{"name": "now", "arguments": {}}'], ["[]", ""]),
+        (Grammar("regex", "[ab]+|c"), ["abba", "c"], ["abc", ""]),
+        (Grammar("choice", '["yes", "no"]'), ["yes", "no"], ["yesno", "maybe"]),
+    ],
+)
+def test_an_answer_of_a_form_or_calls_and_not_both(answer: Grammar, yes: Sequence[str], no: Sequence[str]) -> None:
+    matcher = COMPILER.compile_now(tool_grammar(HERMES, use("auto"), answer))
+    assert [text for text in (*yes, CALL, f"{CALL}\n{CALL}") if not accepts(matcher, text)] == []
+    assert [text for text in (*no, yes[0] + CALL, f"{CALL}{yes[0]}", "Hi", CALL.replace("now", "nope")) if accepts(matcher, text)] == []
+    for text in yes:
+        assert checked_calls(HERMES, text) == (text, [])
+    assert checked_calls(HERMES, CALL) == ("", ["now"])
 
 
 def test_many_tools_come_to_a_grammar_within_bounds() -> None:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from services.worker.engine import batcher as batcher_module
 from services.worker.engine.batch import Batch
+from services.worker.engine.batcher import MAX_SCORED_ROWS
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.request import (
@@ -18,77 +18,17 @@ from services.worker.engine.request import (
     SequenceError,
     TokenOutput,
 )
+from services.worker.engine.sequence import MAX_PREEMPTIONS
 from tests.drafters import Guesser, always, often_right
+from tests.engine_harness import Ending, Key, alone, collect, drain, endings, greedy, run, some_requests, tokens_of
 from tests.fake_runner import EOS, VOCAB_SIZE, fake_engine
 
 BIG = EngineConfig(num_blocks=512, block_size=4, max_step_tokens=64, max_sequences=32)
-REFERENCE = EngineConfig(num_blocks=512, block_size=4, max_step_tokens=4096, max_sequences=1, prefix_cache=False)
-Ending = tuple[list[int], FinishReason | None]
 
 
-def collect(engine: Engine, outputs: list[TokenOutput], into: dict[tuple[str, int], Ending]) -> None:
-    """Adds outputs to what is known, and holds each to the contract: no gap, no repeat, nothing behind the end."""
-    for output in outputs:
-        tokens, reason = into.setdefault((output.request_id, output.choice_index), ([], None))
-        assert reason is None, "news behind the end"
-        if output.token_ids:
-            tokens += output.token_ids
-        into[output.request_id, output.choice_index] = (tokens, output.finish_reason)
-
-
-def drain(engine: Engine, max_steps: int = 5000) -> dict[tuple[str, int], Ending]:
-    """Steps until there is no work, checking the invariants on the way and that all is free at the end."""
-    endings: dict[tuple[str, int], Ending] = {}
-    for step in range(max_steps):
-        if not engine.has_work:
-            break
-        collect(engine, engine.step(step), endings)
-        engine.check_integrity()
-    assert not engine.has_work, "it never ends"
-    stats = engine.stats()
-    assert stats.num_used_blocks == stats.num_running == stats.num_waiting == 0
-    assert stats.num_cached_blocks + stats.num_free_blocks == stats.num_blocks
-    return endings
-
-
-def run(requests: list[EngineRequest], config: EngineConfig = BIG, max_drafts: int = 0) -> dict[tuple[str, int], Ending]:
+def endings_of(requests: list[EngineRequest], config: EngineConfig = BIG, max_drafts: int = 0) -> dict[Key, Ending]:
     """With `max_drafts`, drafts that are wrong by turns: nothing that they do may show."""
-    engine = fake_engine(config, speculator=always(max_drafts, Guesser(often_right)) if max_drafts else None)
-    for request in requests:
-        engine.add(request)
-    return drain(engine)
-
-
-def alone(request: EngineRequest) -> dict[tuple[str, int], Ending]:
-    """The same request with batching, prefix cache and preemption off."""
-    return run([request], REFERENCE)
-
-
-@st.composite
-def some_requests(draw: st.DrawFn, max_size: int = 8) -> list[EngineRequest]:
-    """Requests whose prompts share prefixes, with all that may differ between rows of a batch."""
-    requests = []
-    for index in range(draw(st.integers(1, max_size))):
-        shared = draw(st.integers(0, 20))
-        prompt = [100 + i for i in range(shared)] + draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
-        sampling = SamplingParams(
-            max_tokens=draw(st.integers(0, 14)),
-            temperature=draw(st.sampled_from([0.0, 1.0])),
-            seed=draw(st.integers(0, 3)),
-            ignore_eos=draw(st.booleans()),
-            stop_token_ids=tuple(range(200, 200 + draw(st.sampled_from([0, 100])))),
-        )
-        requests.append(
-            EngineRequest(
-                f"r{index}",
-                prompt,
-                sampling,
-                n=draw(st.integers(1, 3)),
-                latency_class=draw(st.integers(1, 3)),
-                cache_salt=draw(st.sampled_from([b"", b"a"])),
-            )
-        )
-    return requests
+    return endings(run(fake_engine(config, speculator=always(max_drafts, Guesser(often_right)) if max_drafts else None), requests))
 
 
 @given(
@@ -98,6 +38,7 @@ def some_requests(draw: st.DrawFn, max_size: int = 8) -> list[EngineRequest]:
     st.integers(1, 6),
     st.booleans(),
     st.integers(0, 40),
+    st.sampled_from([1, 3, 256]),
     st.sampled_from([0, 1, 3, 5, 8]),
 )
 @settings(max_examples=160, deadline=None)
@@ -108,6 +49,7 @@ def test_any_company_any_pool_any_chunk_any_drafts_same_tokens(
     max_sequences: int,
     prefix_cache: bool,
     host_blocks: int,
+    max_step_copies: int,
     max_drafts: int,
 ) -> None:
     """14 blocks of 4 hold any one of them: everything else is preemption, chunking, prefix hits of either tier and waiting."""
@@ -118,10 +60,10 @@ def test_any_company_any_pool_any_chunk_any_drafts_same_tokens(
         max_sequences=max_sequences,
         prefix_cache=prefix_cache,
         host_blocks=host_blocks,
+        max_step_copies=max_step_copies,
     )
-    together = run(requests, config, max_drafts)
-    apart = {key: ending for request in requests for key, ending in alone(request).items()}
-    assert together == apart
+    together = endings_of(requests, config, max_drafts)
+    assert together == alone(requests)
     assert len(together) == sum(request.n for request in requests)
 
 
@@ -132,9 +74,10 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         max_step_tokens=st.sampled_from([1, 3, 16, 200]),
         host_blocks=st.sampled_from([0, 3, 40]),
+        max_step_copies=st.sampled_from([1, 2, 256]),
         max_drafts=st.sampled_from([0, 1, 8]),
     )
-    def build(self, prefix_cache: bool, max_step_tokens: int, host_blocks: int, max_drafts: int) -> None:
+    def build(self, prefix_cache: bool, max_step_tokens: int, host_blocks: int, max_step_copies: int, max_drafts: int) -> None:
         self.engine = fake_engine(
             EngineConfig(
                 num_blocks=16,
@@ -143,12 +86,13 @@ class EngineMachine(RuleBasedStateMachine):
                 max_sequences=5,
                 prefix_cache=prefix_cache,
                 host_blocks=host_blocks,
+                max_step_copies=max_step_copies,
             ),
             speculator=always(max_drafts, Guesser(often_right)) if max_drafts else None,
         )
         self.added: dict[str, EngineRequest] = {}
         self.aborted: set[str] = set()
-        self.endings: dict[tuple[str, int], Ending] = {}
+        self.outputs: dict[Key, TokenOutput] = {}
 
     @rule(requests=some_requests(max_size=2))
     def add(self, requests: list[EngineRequest]) -> None:
@@ -164,7 +108,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.abort(request_id)
         assert request_id not in {live for live, _, _ in self.engine.progress()}
         self.engine.check_integrity()
-        if any((request_id, c) not in self.endings or self.endings[request_id, c][1] is None for c in range(self.added[request_id].n)):
+        if any(
+            (request_id, c) not in self.outputs or self.outputs[request_id, c].finish_reason is None
+            for c in range(self.added[request_id].n)
+        ):
             self.aborted.add(request_id)
 
     @rule(steps=st.integers(1, 8))
@@ -172,27 +119,19 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(steps):
             outputs = self.engine.step(0.0)
             assert not self.aborted & {output.request_id for output in outputs}, "news of an aborted request"
-            collect(self.engine, outputs, self.endings)
+            collect(outputs, self.outputs)
             self.engine.check_integrity()
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for key, (tokens, reason) in drain(self.engine).items():
-            known, _ = self.endings.get(key, ([], None))
-            self.endings[key] = (known + tokens, reason)
-        for request_id, request in self.added.items():
-            if request_id not in self.aborted:
-                expected = alone(request)
-                assert {key: ending for key, ending in self.endings.items() if key[0] == request_id} == expected
+        drain(self.engine, self.outputs)
+        whole = [request for request_id, request in self.added.items() if request_id not in self.aborted]
+        assert {key: ending for key, ending in endings(self.outputs).items() if key[0] not in self.aborted} == alone(whole)
 
 
 EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestEngineMachine = EngineMachine.TestCase
-
-
-def greedy(max_tokens: int | None = 8, **fields: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **fields)  # type: ignore[arg-type]
 
 
 def test_b08_preempted_five_times_and_still_whole() -> None:
@@ -200,18 +139,12 @@ def test_b08_preempted_five_times_and_still_whole() -> None:
     requests = [EngineRequest(f"r{i}", [i] * 9, greedy(40)) for i in range(8)]
     config = EngineConfig(num_blocks=3 * 13, block_size=4, max_step_tokens=64, max_sequences=8)
     engine = fake_engine(config)
-    for request in requests:
-        engine.add(request)
-    counts: dict[str, int] = {}
-    endings: dict[tuple[str, int], Ending] = {}
-    while engine.has_work:
-        outputs = engine.step(0.0)
-        collect(engine, outputs, endings)
-        counts |= {output.request_id: output.num_preemptions for output in outputs if output.finish_reason}
-    assert endings == {key: ending for request in requests for key, ending in alone(request).items()}
-    assert all(len(tokens) == 40 for tokens, _ in endings.values())
-    assert sum(counts.values()) == engine.stats().num_preemptions > 0
-    assert max(counts.values()) <= batcher_module.MAX_PREEMPTIONS
+    whole = run(engine, requests)
+    assert endings(whole) == alone(requests)
+    assert all(len(output.token_ids) == 40 for output in whole.values())
+    counts = [output.num_preemptions for output in whole.values()]
+    assert sum(counts) == engine.stats().num_preemptions > 0
+    assert max(counts) <= MAX_PREEMPTIONS
 
 
 def test_b26_the_youngest_gives_way_keeps_its_place_and_at_most_five_times() -> None:
@@ -221,7 +154,7 @@ def test_b26_the_youngest_gives_way_keeps_its_place_and_at_most_five_times() -> 
     order: list[str] = []
     victims: dict[str, int] = {}
     while engine.has_work:
-        running = list(engine.batcher.running)
+        running = list(engine.batcher.queue.running)
         outputs = engine.step(0.0)
         engine.check_integrity()
         order += [output.request_id for output in outputs if output.finish_reason]
@@ -229,32 +162,32 @@ def test_b26_the_youngest_gives_way_keeps_its_place_and_at_most_five_times() -> 
             victims[sequence.request_id] = sequence.num_preemptions
     assert order == [f"r{index}" for index in range(6)], "equals end in the order in which they came"
     assert victims["r0"] == 0, "the oldest never gives way to its equals"
-    assert 0 < max(victims.values()) <= batcher_module.MAX_PREEMPTIONS
+    assert 0 < max(victims.values()) <= MAX_PREEMPTIONS
 
 
 def test_one_that_was_preempted_too_often_waits_for_all_it_can_need() -> None:
     engine = fake_engine(EngineConfig(num_blocks=10, block_size=1, max_step_tokens=64))
     engine.add(EngineRequest("often", [1, 2], greedy(7)))
-    engine.batcher.waiting[0].num_preemptions = batcher_module.MAX_PREEMPTIONS
+    engine.batcher.queue.waiting[0].num_preemptions = MAX_PREEMPTIONS
     engine.add(EngineRequest("young", [3], greedy(9)))
     engine.batcher.schedule(0.0)
-    often = engine.batcher.running[0]
+    often = engine.batcher.queue.running[0]
     assert len(often.block_table) == often.max_computed_tokens == 8
-    endings = drain(engine)
-    assert often.num_preemptions == batcher_module.MAX_PREEMPTIONS
-    assert {key[0]: len(tokens) for key, (tokens, _) in endings.items()} == {"often": 7, "young": 9}
+    whole = drain(engine)
+    assert often.num_preemptions == MAX_PREEMPTIONS
+    assert {key[0]: len(tokens) for key, tokens in tokens_of(whole).items()} == {"often": 7, "young": 9}
 
 
 def test_one_that_is_fully_reserved_gives_way_to_nobody() -> None:
     engine = fake_engine(EngineConfig(num_blocks=12, block_size=1, max_step_tokens=64))
     engine.add(EngineRequest("old", [1], greedy(10)))
     engine.add(EngineRequest("often", [2, 3], greedy(6)))
-    engine.batcher.waiting[1].num_preemptions = batcher_module.MAX_PREEMPTIONS
+    engine.batcher.queue.waiting[1].num_preemptions = MAX_PREEMPTIONS
     counts = {}
     while engine.has_work:
         counts |= {output.request_id: output.num_preemptions for output in engine.step(0.0)}
         engine.check_integrity()
-    assert counts == {"old": 1, "often": batcher_module.MAX_PREEMPTIONS}
+    assert counts == {"old": 1, "often": MAX_PREEMPTIONS}
 
 
 def test_nobody_overtakes_one_that_waits_for_room() -> None:
@@ -277,7 +210,7 @@ def test_a_lower_class_gives_way_first() -> None:
     while engine.has_work:
         if any(output.finish_reason for output in engine.step(0.0) if output.request_id == "realtime"):
             break
-    (batch,) = [group.sequences[0] for group in engine.batcher.requests.values()]
+    (batch,) = [group.sequences[0] for group in engine.batcher.queue.requests.values()]
     assert batch.num_preemptions >= 1
     drain(engine)
 
@@ -311,7 +244,7 @@ def test_b03_ends_at_exactly_the_room_left(max_step_tokens: int) -> None:
     """32 at once, three tokens short of the context."""
     config = EngineConfig(num_blocks=32 * 8, block_size=4, max_step_tokens=max_step_tokens, max_sequences=32, max_model_len=30)
     requests = [EngineRequest(f"r{i}", [i] * 27, greedy(max_tokens)) for i, max_tokens in enumerate([None, 10**9] * 16)]
-    for tokens, reason in run(requests, config).values():
+    for tokens, reason in endings_of(requests, config).values():
         assert (len(tokens), reason) == (3, FinishReason.LENGTH)
 
 
@@ -322,9 +255,9 @@ def test_b29_prompts_at_the_edge_of_the_context() -> None:
         with pytest.raises(RequestTooLarge, match="context of 32"):
             engine.add(EngineRequest(f"{length}", [1] * length, greedy(None)))
     engine.add(EngineRequest("score", [1] * 32, SamplingParams(max_tokens=0, prompt_logprobs=0)))
-    endings = drain(engine)
-    assert len(endings["one left", 0][0]) == 1
-    assert endings["score", 0] == ([], FinishReason.LENGTH)
+    whole = endings(drain(engine))
+    assert len(whole["one left", 0][0]) == 1
+    assert whole["score", 0] == ([], FinishReason.LENGTH)
 
 
 def test_b23_what_can_never_fit_is_refused_and_holds_nobody_up() -> None:
@@ -339,7 +272,7 @@ def test_b23_what_can_never_fit_is_refused_and_holds_nobody_up() -> None:
 def test_the_largest_that_fits_does() -> None:
     """The last token's keys and values are never needed: 64 blocks of 4 carry 257 tokens."""
     config = EngineConfig(num_blocks=64, block_size=4, max_model_len=4096)
-    ((tokens, _),) = run([EngineRequest("r", [1] * 7, greedy(250))], config).values()
+    ((tokens, _),) = endings_of([EngineRequest("r", [1] * 7, greedy(250))], config).values()
     assert len(tokens) == 250
 
 
@@ -372,13 +305,13 @@ def test_bad_values_are_refused_by_name_and_a_good_request_works_on(fields: dict
         engine.add(EngineRequest(**{"request_id": "bad", "prompt_token_ids": [1], **fields}))  # type: ignore[arg-type]
     assert not engine.has_work
     engine.add(EngineRequest("good", [1], greedy(2)))
-    assert len(drain(engine)["good", 0][0]) == 2
+    assert len(tokens_of(drain(engine))["good", 0]) == 2
 
 
 def test_b42h_huge_min_tokens_ends_at_the_room_left() -> None:
     config = EngineConfig(num_blocks=16, block_size=4, max_model_len=32)
     request = EngineRequest("r", [1], SamplingParams(max_tokens=None, min_tokens=10**9, temperature=0))
-    ((tokens, reason),) = run([request], config).values()
+    ((tokens, reason),) = endings_of([request], config).values()
     assert (len(tokens), reason) == (31, FinishReason.LENGTH)
     assert EOS not in tokens
 
@@ -397,7 +330,7 @@ def test_a_live_id_is_refused_and_an_ended_one_is_not() -> None:
 def test_end_and_stop_tokens_end_a_choice_and_come_with_it(ignore_eos: bool) -> None:
     stops = tuple(range(0, VOCAB_SIZE, 10))
     sampling = SamplingParams(max_tokens=200, temperature=0, ignore_eos=ignore_eos, stop_token_ids=stops)
-    ((tokens, reason),) = run([EngineRequest("r", [5], sampling)]).values()
+    ((tokens, reason),) = endings_of([EngineRequest("r", [5], sampling)]).values()
     assert reason is FinishReason.STOP
     assert tokens[-1] in stops or (tokens[-1] == EOS and not ignore_eos)
     assert not set(tokens[:-1]) & set(stops)
@@ -407,7 +340,7 @@ def test_end_and_stop_tokens_end_a_choice_and_come_with_it(ignore_eos: bool) -> 
 def test_min_tokens_holds_the_end_back(prompt: int) -> None:
     stops = tuple(range(VOCAB_SIZE - 50))
     sampling = SamplingParams(max_tokens=200, min_tokens=6, temperature=0, stop_token_ids=stops)
-    ((tokens, reason),) = run([EngineRequest("r", [prompt], sampling)]).values()
+    ((tokens, reason),) = endings_of([EngineRequest("r", [prompt], sampling)]).values()
     assert all(token not in stops and token != EOS for token in tokens[:6])
     assert reason is FinishReason.STOP
     assert tokens[-1] in stops
@@ -455,7 +388,7 @@ def test_hits_count_when_a_request_starts_not_when_it_was_looked_at() -> None:
 def test_output_is_found_again_as_the_next_turns_prompt() -> None:
     engine = fake_engine(BIG)
     engine.add(EngineRequest("turn 1", [1, 2, 3], greedy(10)))
-    tokens, _ = drain(engine)["turn 1", 0]
+    tokens = tokens_of(drain(engine))["turn 1", 0]
     assert _cached(engine, EngineRequest("turn 2", [1, 2, 3, *tokens, 4], greedy(1))) == 12
 
 
@@ -486,10 +419,10 @@ def test_choices_share_the_prompts_full_blocks_and_differ_behind_them(max_step_t
     while engine.stats().num_running < 4:
         engine.step(0.0)
         engine.check_integrity()
-    tables = [sequence.block_table for sequence in engine.batcher.running]
+    tables = [sequence.block_table for sequence in engine.batcher.queue.running]
     assert len({tuple(table[:4]) for table in tables}) == 1, "one copy of the full blocks"
     assert len({table[4] for table in tables}) == 4, "a tail for each"
-    assert engine.progress() == [("r", sum(s.num_output_tokens for s in engine.batcher.running), len({b for t in tables for b in t}))]
+    assert engine.progress() == [("r", sum(s.num_output_tokens for s in engine.batcher.queue.running), len({b for t in tables for b in t}))]
     computed = engine.stats().num_computed_tokens
     assert computed <= 18 + 3 * (2 + 6) + 4 * 6, "the prompt is computed once"
     drain(engine)
@@ -497,11 +430,11 @@ def test_choices_share_the_prompts_full_blocks_and_differ_behind_them(max_step_t
 
 def test_choices_are_the_same_alone_and_together() -> None:
     request = EngineRequest("r", list(range(18)), SamplingParams(max_tokens=9, seed=1), n=4)
-    together = run([request])
+    together = endings_of([request])
     assert len({tuple(tokens) for tokens, _ in together.values()}) == 4
     for index in range(4):
         only = EngineRequest(**{**vars(request), "finished_choices": frozenset(range(4)) - {index}})
-        assert run([only]) == {("r", index): together["r", index]}
+        assert endings_of([only]) == {("r", index): together["r", index]}
 
 
 # --- moves
@@ -509,20 +442,12 @@ def test_choices_are_the_same_alone_and_together() -> None:
 
 def test_delivered_output_is_continued_not_repeated() -> None:
     request = EngineRequest("r", [1, 2, 3], SamplingParams(max_tokens=12, min_tokens=5, seed=4), n=2)
-    whole = run([request])
+    whole = endings_of([request])
     for cut in (1, 4, 11):
         delivered = tuple(tuple(whole["r", index][0][:cut]) for index in range(2))
-        engine = fake_engine(BIG)
-        engine.add(EngineRequest(**{**vars(request), "delivered": delivered}))
-        first = {}
-        rest: dict[tuple[str, int], Ending] = {}
-        while engine.has_work:
-            outputs = engine.step(0.0)
-            for output in outputs:
-                first.setdefault(output.choice_index, output.first_position)
-            collect(engine, outputs, rest)
-        assert set(first.values()) == {cut}
-        assert {key: (list(delivered[key[1]]) + tokens, reason) for key, (tokens, reason) in rest.items()} == whole
+        rest = run(fake_engine(BIG), [EngineRequest(**{**vars(request), "delivered": delivered})])
+        assert {output.first_position for output in rest.values()} == {cut}
+        assert {key: ([*delivered[key[1]], *tokens], reason) for key, (tokens, reason) in endings(rest).items()} == whole
 
 
 def test_a_choice_that_was_complete_when_it_moved_ends_at_once() -> None:
@@ -578,7 +503,7 @@ def test_b33_few_rows_are_scored_at_once() -> None:
         engine.add(EngineRequest(f"r{index}", [index] * 600, greedy(0, prompt_logprobs=20)))
     drain(engine)
     assert sum(rows) == 4 * 599
-    assert max(rows) == batcher_module.MAX_SCORED_ROWS
+    assert max(rows) == MAX_SCORED_ROWS
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -587,7 +512,7 @@ def test_scoring_survives_preemption_without_repeats(prefix_cache: bool) -> None
     engine.add(EngineRequest("old", [1, 2], greedy(12)))
     engine.step(0.0)
     engine.add(EngineRequest("score", list(range(12)), greedy(4, prompt_logprobs=0)))
-    sequence, scored = engine.batcher.waiting[0], []
+    sequence, scored = engine.batcher.queue.waiting[0], []
     while engine.has_work:
         for output in engine.step(0.0):
             scored += output.prompt_logprobs
@@ -621,19 +546,11 @@ def test_b11_an_error_of_one_request_leaves_the_others_alone() -> None:
 
     requests = [EngineRequest(f"r{i}", [i], greedy(20), n=2) for i in range(6)]
     engine = fake_engine(BIG, before_execute=fail_once)
-    for request in requests:
-        engine.add(request)
-    errors = []
-    endings: dict[tuple[str, int], Ending] = {}
-    while engine.has_work:
-        outputs = engine.step(0.0)
-        collect(engine, outputs, endings)
-        errors += [(o.request_id, o.choice_index, o.error) for o in outputs if o.finish_reason is FinishReason.ERROR]
-        engine.check_integrity()
-    assert errors == [("r2", 0, "cosmic ray"), ("r2", 1, "cosmic ray")]
-    expected = {key: ending for request in requests for key, ending in alone(request).items()}
-    assert {key: e for key, e in endings.items() if key[0] != "r2"} == {key: e for key, e in expected.items() if key[0] != "r2"}
-    assert engine.stats().num_used_blocks == 0
+    whole = run(engine, requests)
+    errors = {key: output.error for key, output in whole.items() if output.finish_reason is FinishReason.ERROR}
+    assert errors == {("r2", 0): "cosmic ray", ("r2", 1): "cosmic ray"}
+    others = [request for request in requests if request.request_id != "r2"]
+    assert {key: ending for key, ending in endings(whole).items() if key[0] != "r2"} == alone(others)
 
 
 def test_what_a_failed_request_computed_serves_no_one() -> None:
@@ -666,7 +583,7 @@ def test_abort_frees_blocks_at_once_in_every_state() -> None:
     engine.add(EngineRequest("prefill", list(range(30)), greedy(4)))
     engine.add(EngineRequest("queued", [3], greedy(4)))
     engine.step(0.0)
-    assert [(s.request_id, s.num_computed_tokens) for s in engine.batcher.running] == [("decode", 2), ("prefill", 7)]
+    assert [(s.request_id, s.num_computed_tokens) for s in engine.batcher.queue.running] == [("decode", 2), ("prefill", 7)]
     for request_id in ("queued", "prefill", "decode", "decode", "never there"):
         engine.abort(request_id)
         engine.check_integrity()

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,13 +32,11 @@ Pair = tuple[PreTrainedModel, Decoder]
 @pytest.fixture(scope="module")
 def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     """(transformers' model, ours from its files) by name, made once."""
-    made: dict[str, Pair] = {}
 
+    @cache
     def make(name: str) -> Pair:
-        if name not in made:
-            folder: Path = tmp_path_factory.mktemp(name)
-            made[name] = save_model(name, folder), load(folder)
-        return made[name]
+        folder = tmp_path_factory.mktemp(name)
+        return save_model(name, folder), load(folder)
 
     return make
 

@@ -8,11 +8,8 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from services.worker.engine.speculation.speculator import Speculator
 from tests.drafters import Guesser, always, fake_runners_token, often_right
+from tests.engine_harness import Key, collect, greedy
 from tests.fake_runner import EOS, fake_engine
-
-
-def greedy(max_tokens: int | None, **fields: object) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **fields})  # type: ignore[arg-type]
 
 
 def steps_of(engine: Engine, *requests: EngineRequest) -> list[list[TokenOutput]]:
@@ -27,11 +24,10 @@ def steps_of(engine: Engine, *requests: EngineRequest) -> list[list[TokenOutput]
     return steps
 
 
-def tokens_of(steps: list[list[TokenOutput]]) -> dict[tuple[str, int], list[int]]:
-    tokens: dict[tuple[str, int], list[int]] = {}
-    for output in (output for step in steps for output in step):
-        tokens.setdefault((output.request_id, output.choice_index), []).extend(output.token_ids)
-    return tokens
+def tokens_of(steps: list[list[TokenOutput]]) -> dict[Key, list[int]]:
+    whole: dict[Key, TokenOutput] = {}
+    collect((output for step in steps for output in step), whole)
+    return {key: output.token_ids for key, output in whole.items()}
 
 
 class Watch:
@@ -131,16 +127,15 @@ def test_drafts_preempt_nobody_and_take_no_block_that_anyone_waits_for() -> None
     engine = fake_engine(config, before_execute=watch, speculator=always(8, Guesser(often_right)))
     for request in requests:
         engine.add(request)
-    tokens: dict[tuple[str, int], list[int]] = {}
+    steps = []
     while engine.has_work:
-        for output in engine.step(0.0):
-            tokens.setdefault((output.request_id, output.choice_index), []).extend(output.token_ids)
+        steps.append(engine.step(0.0))
         engine.check_integrity()
-        for sequence in engine.batcher.running:
+        for sequence in engine.batcher.queue.running:
             assert len(sequence.block_table) <= max(
                 -(-sequence.num_tokens // 4), -(-sequence.max_computed_tokens // 4) * (sequence.num_preemptions >= 5)
             )
-    assert tokens == expected
+    assert tokens_of(steps) == expected
     assert any(span.draft.token_ids for step in watch.steps for span in step)
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine, EngineRequest, FinishReason, SamplingParams, TokenOutput
 from services.worker.engine.loader import load, open_model
 from services.worker.engine.model_runner import ModelRunner
-from tests.tiny_models import VOCAB, AnyDecoder, load_native, make_cache, poison, reference_logits, save_model
+from tests.engine_harness import engine_on, greedy, run, tokens_of
+from tests.tiny_models import VOCAB, AnyDecoder, load_native, poison, reference_logits, save_model
 
 ARCHITECTURES = ["llama3-rope", "mistral-window", "qwen2", "qwen3"]
 Pair = tuple[PreTrainedModel, AnyDecoder]
@@ -24,59 +26,13 @@ Pair = tuple[PreTrainedModel, AnyDecoder]
 def make_pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], Pair]:
     """(transformers' model, ours from its files) by name, made once."""
     read = load if request.param == "torch" else load_native
-    made: dict[str, Pair] = {}
 
+    @cache
     def make(name: str) -> Pair:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            made[name] = save_model(name, folder), read(folder)
-        return made[name]
+        folder = tmp_path_factory.mktemp(name)
+        return save_model(name, folder), read(folder)
 
     return make
-
-
-def engine_on(decoder: AnyDecoder, **fields: object) -> Engine:
-    """An engine whose unwritten slots hold NaN."""
-    config = EngineConfig(**{"num_blocks": 128, "block_size": 16, "max_step_tokens": 64, **fields})  # type: ignore[arg-type]
-    kv = make_cache(decoder, config.num_blocks, config.block_size, config.kv_format)
-    return Engine(
-        ModelRunner(decoder, kv, host_blocks=config.host_blocks),
-        config,
-        vocab_size=decoder.config.vocab_size,
-        eos_token_ids=decoder.config.eos_token_ids,
-        max_model_len=decoder.config.max_position,
-        model_version=decoder.version,
-        clock=lambda: 0.0,  # copies from the host always pay
-    )
-
-
-def run(engine: Engine, requests: list[EngineRequest]) -> dict[tuple[str, int], TokenOutput]:
-    """Each choice's outputs as one."""
-    for request in requests:
-        engine.add(request)
-    whole: dict[tuple[str, int], TokenOutput] = {}
-    while engine.has_work:
-        for output in engine.step(0.0):
-            known = whole.setdefault((output.request_id, output.choice_index), output)
-            if known is output:
-                continue
-            assert output.first_position == known.first_position + len(known.token_ids) or not output.token_ids
-            known.token_ids += output.token_ids
-            known.logprobs += output.logprobs
-            known.prompt_logprobs += output.prompt_logprobs
-            known.finish_reason, known.error = output.finish_reason, output.error
-            known.num_preemptions = output.num_preemptions
-    engine.check_integrity()
-    assert engine.stats().num_used_blocks == 0
-    return whole
-
-
-def tokens_of(whole: dict[tuple[str, int], TokenOutput]) -> dict[tuple[str, int], list[int]]:
-    return {key: output.token_ids for key, output in whole.items()}
-
-
-def greedy(max_tokens: int, **fields: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **fields)  # type: ignore[arg-type]
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -197,7 +153,7 @@ def test_f18_nan_in_one_row_fails_that_request_and_poisons_no_block(scoring: boo
     engine.add(bad)
     engine.step(0.0)
     assert isinstance(engine.runner, ModelRunner)
-    (sequence,) = engine.batcher.running
+    (sequence,) = engine.batcher.queue.running
     poison(engine.runner.kv, sequence.block_table[0])
     got = run(engine, others)
     assert got["bad", 0].finish_reason is FinishReason.ERROR

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.worker.engine.batch import Batch
+from services.worker.engine.batch import Batch, Copy
 from services.worker.engine.block_pool import BlockPool, CacheIdentity, extend_keys
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.host_pool import HostPool
 from services.worker.engine.request import EngineRequest, FinishReason, SequenceError, TokenOutput
+from tests.engine_harness import alone, drain, endings, greedy, run, some_requests
 from tests.fake_runner import VOCAB_SIZE, FakeRunner, fake_engine
-from tests.unit.worker.engine.test_batcher import Ending, alone, collect, drain, greedy, some_requests
 
+MANY = 256
 IDENTITY = CacheIdentity(b"org", "version", "fp32")
 FLOOD = [99] * 47  # all blocks of ROOM
 ROOM = EngineConfig(num_blocks=12, block_size=4, max_step_tokens=64, host_blocks=64)
@@ -46,9 +47,9 @@ class Table:
 class TwoPools(RuleBasedStateMachine):
     """Sequences over a small alphabet are admitted, computed, released and distrusted as the batcher would; a page holds its key."""
 
-    @initialize(num_blocks=st.integers(4, 10), num_slots=st.integers(0, 8))
-    def build(self, num_blocks: int, num_slots: int) -> None:
-        self.host = HostPool(num_slots)
+    @initialize(num_blocks=st.integers(4, 10), num_slots=st.integers(0, 8), max_copies=st.integers(1, 9))
+    def build(self, num_blocks: int, num_slots: int, max_copies: int) -> None:
+        self.host = HostPool(num_slots, max_copies)
         self.pool = BlockPool(num_blocks, on_evict=self.host.keep)
         self.on_device: list[bytes | None] = [None] * num_blocks
         self.on_host: list[bytes | None] = [None] * num_slots
@@ -135,7 +136,7 @@ def keep(host: HostPool, contents: list[int]) -> list[bytes]:
 
 
 def test_the_least_recently_used_slot_goes_first_and_tails_before_heads() -> None:
-    host = HostPool(4)
+    host = HostPool(4, MANY)
     old, new = keep(host, [1, 2]), keep(host, [3, 4])
     host.copy_in(host.take(old), [0, 1])
     host.settle()  # read again: now the newest
@@ -146,7 +147,7 @@ def test_the_least_recently_used_slot_goes_first_and_tails_before_heads() -> Non
 
 
 def test_what_the_host_has_already_is_not_copied_but_used() -> None:
-    host = HostPool(2)
+    host = HostPool(2, MANY)
     first, second = keep(host, [1]), keep(host, [2])
     host.keep(9, first[0])
     assert host.copies_out == []
@@ -155,21 +156,54 @@ def test_what_the_host_has_already_is_not_copied_but_used() -> None:
 
 
 def test_a_slot_that_a_copy_reads_or_writes_is_not_given_away() -> None:
-    host = HostPool(2)
+    host = HostPool(2, MANY)
     taken, going = keep(host, [1]), chain([2, 3])
     host.copy_in(host.take(taken), [5])
-    host.keep(0, going[0])
-    host.keep(1, going[1])  # no slot is left for it
+    host.keep(1, going[1])
+    host.keep(0, going[0])  # one slot is left for both: the head has it
     assert held(host, taken) == [copy.slot for copy in host.copies_in]
     assert held(host, going) == [copy.slot for copy in host.copies_out]
+    returning = host.take(going)
+    host.copy_in(returning, [6])
+    host.keep(2, chain([4])[0])  # no slot is left for it: both are read in this step
+    assert host.copies_out == [Copy(0, returning[0])]
     host.settle()
     host.check_integrity()
     keep(host, [4, 5])
     assert held(host, taken) == held(host, going) == []
 
 
+def test_a_step_that_evicts_more_than_it_may_copy_keeps_the_heads() -> None:
+    """And makes no copy for the tails."""
+    host = HostPool(8, 3)
+    keys = chain([1, 2, 3, 4, 5])
+    for block in (4, 3, 2, 1, 0):
+        host.keep(block, keys[block])
+        host.check_integrity()
+    assert [copy.block for copy in host.copies_out] == [2, 1, 0]
+    host.settle()
+    assert len(held(host, keys)) == host.num_held == 3
+
+
+def test_a_step_takes_no_more_slots_than_it_may_copy_and_the_next_finds_the_rest() -> None:
+    host = HostPool(4, 2)
+    keep(host, [1])
+    long = chain([7, 8, 9])
+    for block in (2, 1, 0):
+        host.keep(block, long[block])
+        host.settle()
+    keep(host, [1])  # used later
+    slots = host.take(long)
+    assert slots == held(host, long)[:2]
+    host.copy_in(slots, [1, 2])
+    assert host.take(long) == [], "this step has made its copies"
+    host.settle()
+    keep(host, [4])
+    assert (len(held(host, chain([1]))), len(held(host, long))) == (0, 3), "what was asked for is used, even where it comes later"
+
+
 def test_without_slots_nothing_is_kept() -> None:
-    host = HostPool(0)
+    host = HostPool(0, MANY)
     keys = keep(host, [1, 2])
     assert (host.copies_out, host.take(keys), host.num_held) == ([], [], 0)
 
@@ -183,7 +217,7 @@ _IDENTITY = st.builds(CacheIdentity, _FIELD.map(str.encode), _FIELD, _FIELD)
 @given(_IDENTITY, _IDENTITY, st.sampled_from([field.name for field in dataclasses.fields(CacheIdentity)]))
 def test_b15_the_host_finds_a_block_by_the_whole_identity_only(one: CacheIdentity, other: CacheIdentity, name: str) -> None:
     """Evicted from the device, asked for by another identity: one that differs in every drawn way, and one that differs in one field."""
-    host = HostPool(8)
+    host = HostPool(8, MANY)
     pool = BlockPool(2, on_evict=host.keep)
     keys = chain([1, 2], one)
     blocks = pool.allocate(2)
@@ -210,7 +244,7 @@ def test_b15_no_other_org_model_or_format_is_served_from_the_host(salt: bytes, m
     second = fake_engine(dataclasses.replace(ROOM, kv_format=kv_format), model=model)
     assert isinstance(first.runner, FakeRunner)
     assert isinstance(second.runner, FakeRunner)
-    second.batcher.host, second.runner.host_slots = first.batcher.host, first.runner.host_slots
+    second.batcher.tables.host, second.runner.host_slots = first.batcher.tables.host, first.runner.host_slots
     assert finish(second, EngineRequest("asks", prompt, greedy(1), cache_salt=salt)).num_cached_tokens == cached
 
 
@@ -218,13 +252,8 @@ def test_b15_no_other_org_model_or_format_is_served_from_the_host(salt: bytes, m
 
 
 def finish(engine: Engine, request: EngineRequest) -> TokenOutput:
-    """The last output of a request of one choice."""
-    engine.add(request)
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step(0.0)
-        engine.check_integrity()
-    return outputs[-1]
+    """The whole output of a request of one choice."""
+    return run(engine, [request])[request.request_id, 0]
 
 
 def conversations(count: int, length: int = 20) -> list[EngineRequest]:
@@ -234,18 +263,54 @@ def conversations(count: int, length: int = 20) -> list[EngineRequest]:
 def test_what_the_device_evicts_comes_back_from_the_host() -> None:
     """Six conversations on a device that holds one: each second turn finds all that it can."""
     engine = fake_engine(ROOM)
-    endings = [{key: ending for request in conversations(6) for key, ending in alone(request).items()}]
     for _ in range(2):
-        for request in conversations(6):
-            engine.add(request)
-        endings.append(drain(engine))
-    assert endings[1] == endings[2] == endings[0]
+        assert endings(run(engine, conversations(6))) == alone(conversations(6))
     stats = engine.stats()
     assert stats.num_host_hit_tokens == stats.num_copied_in_blocks * 4 > 0
     assert stats.num_prefix_hit_tokens + stats.num_host_hit_tokens == 6 * 20
     assert stats.num_host_query_tokens == stats.num_prefix_query_tokens - stats.num_prefix_hit_tokens
     assert stats.num_copied_out_blocks >= stats.num_held_host_blocks > 0
     assert stats.num_host_blocks == 64
+
+
+def test_a_long_prompt_comes_back_over_several_steps_and_nobody_waits_for_it() -> None:
+    """Ten blocks at two a step, beside one that decodes; then the token that is left. None of it is computed again."""
+    config = EngineConfig(num_blocks=24, block_size=4, max_step_tokens=64, host_blocks=64, max_step_copies=2)
+    steps: list[dict[str, int]] = []
+    engine = fake_engine(config, before_execute=lambda batch: steps.append({s.sequence.request_id: s.length for s in batch.spans}))
+    request = EngineRequest("long", list(range(41)), greedy(3))
+    finish(engine, request)
+    finish(engine, EngineRequest("flood", [99], greedy(96)))  # all blocks, and one at a time
+    engine.add(EngineRequest("beside", [7], greedy(20)))
+    engine.step(0.0)
+    engine.add(request)
+    steps.clear()
+    before = engine.stats()
+    assert endings(drain(engine))["long", 0] == alone([request])["long", 0]
+    assert steps[:5] == [{"beside": 1}] * 4 + [{"beside": 1, "long": 1}]
+    after = engine.stats()
+    assert after.num_copied_in_blocks - before.num_copied_in_blocks == 10
+    assert after.num_host_hit_tokens - before.num_host_hit_tokens == 40
+
+
+@pytest.mark.parametrize("max_step_copies", [1, 3])
+def test_no_step_copies_more_than_it_may_each_way(max_step_copies: int) -> None:
+    """Conversations on a device that holds one of them; a step may be nothing but copies."""
+    config = dataclasses.replace(ROOM, max_step_copies=max_step_copies)
+    engine = fake_engine(config)
+    batches: list[Batch] = []
+    copy = engine.runner.copy
+
+    def watched(batch: Batch) -> None:
+        batches.append(batch)
+        copy(batch)
+
+    engine.runner.copy = watched  # type: ignore[method-assign]
+    for _ in range(3):
+        assert endings(run(engine, conversations(3))) == alone(conversations(3))
+    assert max(len(batch.copies_out) for batch in batches) == max_step_copies
+    assert max(len(batch.copies_in) for batch in batches) == max_step_copies
+    assert any(not batch.spans for batch in batches)
 
 
 def test_hits_of_both_tiers_are_cached_tokens_of_the_request() -> None:
@@ -267,9 +332,7 @@ def test_two_that_are_admitted_together_share_what_comes_back() -> None:
     finish(engine, EngineRequest("warm", prompt, greedy(1)))
     finish(engine, EngineRequest("flood", FLOOD, greedy(1)))
     requests = [EngineRequest(f"r{i}", [*prompt, i], greedy(3)) for i in range(2)]
-    for request in requests:
-        engine.add(request)
-    assert drain(engine) == {key: ending for request in requests for key, ending in alone(request).items()}
+    assert endings(run(engine, requests)) == alone(requests)
     assert engine.stats().num_copied_in_blocks == 4
 
 
@@ -279,9 +342,7 @@ def test_preempted_sequences_come_back_from_the_host() -> None:
     computed = []
     for host_blocks in (0, 200):
         engine = fake_engine(EngineConfig(num_blocks=39, block_size=4, max_step_tokens=64, max_sequences=8, host_blocks=host_blocks))
-        for request in requests:
-            engine.add(request)
-        assert drain(engine) == {key: ending for request in requests for key, ending in alone(request).items()}
+        assert endings(run(engine, requests)) == alone(requests)
         assert engine.stats().num_preemptions > 0
         computed.append(engine.stats().num_computed_tokens)
     assert engine.stats().num_copied_in_blocks > 0
@@ -306,12 +367,10 @@ def test_requests_that_fail_before_or_while_computing_leave_the_others_right(
     config = EngineConfig(num_blocks=16, block_size=4, max_step_tokens=20, max_sequences=5, host_blocks=host_blocks)
     engine = fake_engine(config, before_execute=fail)
     for number in range(1 + again):
-        for request in requests:
-            engine.add(dataclasses.replace(request, request_id=f"{request.request_id}/{number}"))
-        for (name, choice), ending in drain(engine).items():
-            request = next(r for r in requests if r.request_id == name.partition("/")[0])
-            if ending[1] is not FinishReason.ERROR:
-                assert ending == alone(request)[request.request_id, choice]
+        renamed = [dataclasses.replace(request, request_id=f"{request.request_id}/{number}") for request in requests]
+        expected = alone(renamed)
+        for key, ending in endings(run(engine, renamed)).items():
+            assert ending[1] is FinishReason.ERROR or ending == expected[key]
 
 
 def test_what_a_failed_request_computed_comes_back_from_nowhere() -> None:
@@ -334,19 +393,16 @@ def test_what_a_failed_request_computed_comes_back_from_nowhere() -> None:
 def test_abort_leaves_no_slot_referenced_in_any_state(after: int) -> None:
     """Waiting, just come back from the host, decoding, preempted: `drain` checks that each step settles its copies."""
     engine = fake_engine(EngineConfig(num_blocks=10, block_size=4, max_step_tokens=16, max_sequences=3, host_blocks=30))
+    run(engine, conversations(4))
     for request in conversations(4):
         engine.add(request)
-    drain(engine)
-    for request in conversations(4):
-        engine.add(request)
-    endings: dict[tuple[str, int], Ending] = {}
     for _ in range(after):
-        collect(engine, engine.step(0.0), endings)
+        engine.step(0.0)
     for index in (0, 2):
         engine.abort(f"r{index}")
         engine.check_integrity()
     drain(engine)
-    assert engine.batcher.host._slots.num_used == 0
+    assert engine.batcher.tables.host._slots.num_used == 0
 
 
 class _Bus(FakeRunner):

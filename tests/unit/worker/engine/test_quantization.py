@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.engine.quantization import GROUP, Quantized, pad, quantize, round_groups, stack, unpad
+from services.worker.engine.quantization import GROUP, Quantized, pad, quantize, round_groups, stack, tensor, unpad
 
 SHAPES = [(3, 32, None), (5, 100, None), (1, 7, None), (4, 60, 20), (4, 96, 48), (2, 128, 64)]  # outputs, inputs, width
 
@@ -86,7 +86,7 @@ def test_all_of_it_goes_to_a_device() -> None:
 
 def test_a_stack_of_one_kind_keeps_every_value() -> None:
     parts = [torch.randn(count, 48) for count in (1, 5, 3)]
-    assert torch.equal(as_tensor(stack(parts)), torch.cat(parts))
+    assert torch.equal(tensor(stack(parts)), torch.cat(parts))
     for level in ("int8", "int4"):
         quantized = [quantize(part, level) for part in parts]
         assert torch.equal(as_quantized(stack(quantized)).dequantize(), torch.cat([part.dequantize() for part in quantized]))
@@ -100,11 +100,6 @@ def test_a_stack_of_8_and_4_bits_has_8() -> None:
     result = both.dequantize()
     assert torch.equal(result[2:], eight.dequantize())
     assert (result[:2] - four.dequantize()).abs().max() <= 0.5 * both.scales[:2].float().max() + 2e-3
-
-
-def as_tensor(weight: Tensor | Quantized) -> Tensor:
-    assert isinstance(weight, Tensor)
-    return weight
 
 
 def as_quantized(weight: Tensor | Quantized) -> Quantized:

@@ -1,4 +1,4 @@
-"""The sampler against slow, obvious references: the right distribution, the right row, the same noise wherever it is drawn."""
+"""The sampler against slow, obvious references: the right distribution, the right row."""
 
 import math
 import random
@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from services.worker.engine.noise import gumbel, noise_keys
 from services.worker.engine.request import SamplingParams
-from services.worker.engine.sampler import SampleRow, gumbel, noise_keys, sample, score
+from services.worker.engine.sampler import SampleRow, peaks_of, sample, score
 from tests.tiny_models import kernels
 
 pytestmark = pytest.mark.timeout(300)  # the first test for a target may have to compile it
@@ -111,40 +112,6 @@ def test_the_gumbel_rule_draws_from_the_softmax(fields: dict[str, object]) -> No
     freedom = len(cells) - 1
     critical = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson-Hilferty
     assert chi_square < critical
-
-
-def test_choices_seeds_and_positions_draw_independently() -> None:
-    """Two neighbours in each coordinate agree as often as two independent draws do."""
-    logits = torch.zeros(8)
-    base = [noise_keys(seed, choice, position) for seed in range(10) for choice in range(10) for position in range(40)]
-    keys = torch.tensor(base, dtype=torch.int32).t()
-    tokens = (logits + gumbel(torch.arange(8, dtype=torch.int32), keys.unsqueeze(-1))).argmax(-1).view(10, 10, 40)
-    for one, other in ((tokens[1:], tokens[:-1]), (tokens[:, 1:], tokens[:, :-1]), (tokens[:, :, 1:], tokens[:, :, :-1])):
-        agree = (one == other).float().mean().item()
-        assert abs(agree - 1 / 8) < 4 * math.sqrt(1 / 8 * 7 / 8 / one.numel())
-
-
-def test_noise_is_standard_gumbel_over_a_real_vocabulary() -> None:
-    keys = torch.tensor([noise_keys(s, 0, 0) for s in range(8)], dtype=torch.int32).t()
-    noise = gumbel(torch.arange(50_000, dtype=torch.int32), keys.unsqueeze(-1)).flatten().sort().values
-    uniform = torch.exp(-torch.exp(-noise))
-    ideal = (torch.arange(len(noise)) + 0.5) / len(noise)
-    assert (uniform - ideal).abs().max() < 1.63 / math.sqrt(len(noise))  # Kolmogorov-Smirnov, p = .01
-
-
-def test_noise_is_what_it_was_when_it_was_written() -> None:
-    """Seeded output must survive upgrades: these values may never change."""
-    assert noise_keys(0, 0, 0) == (956087953, 595752380)
-    assert noise_keys(-1, 3, 2) == (717519905, -490597411)
-    keys = torch.tensor(noise_keys(1234, 2, 56), dtype=torch.int32)
-    noise = gumbel(torch.tensor([0, 1, 777, 151_935], dtype=torch.int32), keys)
-    assert noise.tolist() == pytest.approx([-0.23367580031877333, 1.5462582826129811, 0.17563725886374404, -0.2496141314408124], abs=1e-14)
-
-
-def test_fp32_noise_is_near_enough_to_pick_contenders() -> None:
-    keys = torch.tensor(noise_keys(5, 0, 0), dtype=torch.int32).unsqueeze(-1)
-    ids = torch.arange(2_000_000, dtype=torch.int32)
-    assert (gumbel(ids, keys, torch.float32).double() - gumbel(ids, keys)).abs().max() < 0.25
 
 
 # --- rows of a mixed batch
@@ -309,6 +276,25 @@ def test_scores_are_log_softmax() -> None:
         assert position.chosen.logprob == pytest.approx(reference[index, [3, 1, 4, 1, 5][index]].item(), abs=1e-5)
         assert [t.token_id for t in position.top] == reference[index].topk(2).indices.tolist()
         assert position.has_logprob
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 1024, 1025, 4999])
+def test_peaks_are_the_first_of_the_greatest(vocab: int) -> None:
+    logits = torch.randint(-30, 4, (40, vocab), generator=torch.Generator().manual_seed(vocab)).float()
+    logits[1] = float("-inf")
+    logits[2, -1] = 9.0
+    peaks = peaks_of(logits)
+    greatest = logits.max(dim=-1).values
+    assert torch.equal(peaks.logits, greatest)
+    assert peaks.token_ids == [values.tolist().index(top) for values, top in zip(logits, greatest.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 1023, 1030])
+def test_a_peak_isnt_finite_where_a_logit_isnt(odd: float, place: int) -> None:
+    logits = torch.zeros(3, 1031)
+    logits[1, place] = odd
+    assert peaks_of(logits).logits.isfinite().tolist() == [True, False, True]
 
 
 def test_no_rows_no_samples() -> None:

@@ -6,6 +6,7 @@ FOREBAY_LOSSLESS_TOKENS sets how many tokens are compared (make speculation-loss
 import os
 import random
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -18,30 +19,28 @@ from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.models.decoder import Decoder
 from services.worker.engine.quantization import Weights, tensor
 from services.worker.engine.request import EngineRequest, SamplingParams, TokenOutput
-from services.worker.engine.sampler import distribution
-from services.worker.engine.speculation.drafter import Drafter
-from services.worker.engine.speculation.model_drafter import ModelDrafter
-from services.worker.engine.verification import DRAFTING_RULES, RULES
-from tests.drafters import always
+from services.worker.engine.sampler import Peaks, distribution
+from tests import engine_harness
+from tests.engine_harness import Key, run
 from tests.tiny_models import VOCAB, AnyDecoder, load_native, make_cache, poison, save_model
 
 NUM_TOKENS = int(os.environ.get("FOREBAY_LOSSLESS_TOKENS", "4000"))
 ARCHITECTURES = ["llama3-rope", "mistral-window", "qwen2", "qwen3"]
 Models = Callable[[str], tuple[AnyDecoder, AnyDecoder]]
+engine_on = partial(engine_harness.engine_on, eos_token_ids=(), num_blocks=256, max_step_tokens=256)
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
 def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Models:
     """(a model, one that drafts for it) by name, made once: a copy that is a little off in torch, int4 for bf16 on the kernels."""
-    made: dict[str, tuple[AnyDecoder, AnyDecoder]] = {}
 
+    @cache
     def make(name: str) -> tuple[AnyDecoder, AnyDecoder]:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            save_model(name, folder)
-            native = request.param == "native"
-            made[name] = (load_native(folder, "bf16"), load_native(folder, "int4")) if native else (load(folder), perturbed(folder))
-        return made[name]
+        folder = tmp_path_factory.mktemp(name)
+        save_model(name, folder)
+        if request.param == "native":
+            return load_native(folder, "bf16"), load_native(folder, "int4")
+        return load(folder), perturbed(folder)
 
     return make
 
@@ -60,42 +59,7 @@ def perturbed(folder: Path, *, noise: float = 0.02, head: float = 1.0) -> Decode
     return build(folder, make, level="fp32")
 
 
-def engine_on(target: AnyDecoder, draft: AnyDecoder | None = None, max_drafts: int = 0, **fields: object) -> Engine:
-    """With a draft model, or lookups where there is none; as many drafts as there is room for. Unwritten slots hold NaN."""
-    config = EngineConfig(**{"num_blocks": 256, "block_size": 16, "max_step_tokens": 256, **fields})  # type: ignore[arg-type]
-    kv = make_cache(target, config.num_blocks, config.block_size)
-    drafter: Drafter | None = None
-    if draft is not None:
-        drafter = ModelDrafter(ModelRunner(draft, kv, rule=DRAFTING_RULES[config.verification]), clock=lambda: 0.0)
-    return Engine(
-        ModelRunner(target, kv, config.host_blocks, RULES[config.verification]),
-        config,
-        vocab_size=target.config.vocab_size,
-        max_model_len=target.config.max_position,
-        model_version=target.version,
-        speculator=always(max_drafts, drafter) if max_drafts else None,
-    )
-
-
-def run(engine: Engine, requests: list[EngineRequest]) -> dict[tuple[str, int], TokenOutput]:
-    """Each choice's outputs as one."""
-    for request in requests:
-        engine.add(request)
-    whole: dict[tuple[str, int], TokenOutput] = {}
-    while engine.has_work:
-        for output in engine.step(0.0):
-            known = whole.setdefault((output.request_id, output.choice_index), output)
-            if known is not output:
-                known.token_ids += output.token_ids
-                known.logprobs += output.logprobs
-                known.finish_reason, known.error = output.finish_reason, output.error
-                known.num_preemptions = output.num_preemptions
-    engine.check_integrity()
-    assert engine.stats().num_used_blocks == 0
-    return whole
-
-
-def plain(whole: dict[tuple[str, int], TokenOutput]) -> dict[tuple[str, int], tuple[list[int], object]]:
+def plain(whole: dict[Key, TokenOutput]) -> dict[Key, tuple[list[int], object]]:
     """What must be the same with and without: all that a client sees."""
     return {key: (o.token_ids, (o.logprobs, o.finish_reason, o.error)) for key, o in whole.items()}
 
@@ -192,7 +156,7 @@ def test_f18_numbers_that_are_none_fail_their_request_alone(models: Models) -> N
     expected = plain(run(engine_on(target), others))
     engine.add(EngineRequest("bad", list(range(40)), SamplingParams(max_tokens=30, seed=1)))
     engine.step(0.0)
-    (sequence,) = engine.batcher.running
+    (sequence,) = engine.batcher.queue.running
     assert isinstance(engine.runner, ModelRunner)
     poison(engine.runner.kv, sequence.block_table[0])
     got = plain(run(engine, others))
@@ -242,8 +206,8 @@ def next_distribution(model: AnyDecoder, tokens: list[int], sampling: SamplingPa
         def __init__(self, spans: list[object]) -> None:
             self._spans = spans
 
-        def choose(self, logits: torch.Tensor, peaks: torch.Tensor, rows: list[object]) -> list[int]:
-            seen.append(distribution(logits, peaks, rows))  # type: ignore[arg-type]
+        def choose(self, logits: torch.Tensor, peaks: Peaks, rows: list[object]) -> list[int]:
+            seen.append(distribution(logits, peaks.logits, rows))  # type: ignore[arg-type]
             return logits.argmax(-1).tolist()
 
         def annotate(self, results: object) -> None: ...

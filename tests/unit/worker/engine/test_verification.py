@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from services.worker.engine.batch import Draft, Span, SpanResult
+from services.worker.engine.noise import noise_keys
 from services.worker.engine.request import EngineRequest, PositionLogprobs, SamplingParams, TokenLogprob
-from services.worker.engine.sampler import Sample, SampleRow, distribution, noise_key_columns, noise_keys, sample
+from services.worker.engine.sampler import Sample, SampleRow, distribution, noise_key_columns, sample
 from services.worker.engine.sequence import RequestState, Sequence
 from services.worker.engine.verification import RejectionRule, accept, draw, residual, sample_rows, take_run
 
@@ -67,12 +68,6 @@ def test_an_error_counts_only_where_the_run_comes_to_it() -> None:
     assert first.token_ids == []
     assert (second.token_ids, second.error) == ([10], None), "the next step meets it first"
     assert (behind.token_ids, behind.error) == ([9], None)
-
-
-def test_noise_of_another_stream_is_other_noise_and_the_tokens_own_is_as_ever() -> None:
-    assert len({noise_keys(1, 2, 3), noise_keys(1, 2, 3, 1), noise_keys(1, 2, 3, 2), noise_keys(1, 2, 4)}) == 4
-    keys = torch.tensor([noise_keys(seed, 0, 0, stream) for seed in range(2000) for stream in (1, 2, 3)], dtype=torch.int32)
-    assert len(keys.unique(dim=0)) == 6000
 
 
 # --- the paper's rule

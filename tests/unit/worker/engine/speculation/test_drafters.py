@@ -54,18 +54,26 @@ def test_a_model_that_fails_at_once_drafts_nothing() -> None:
 
 
 def test_a_lookup_is_the_surer_the_longer_its_match() -> None:
-    drafter = SuffixDrafter()
     grades = []
-    for length in (2, 3, 4, 6, 9, 17, 30):
+    for length in (1, 2, 3, 5, 9, 17, 30):
         motif = list(range(100, 100 + length))
-        text = sequence([1, *motif, 7, 8, 9, 2, *motif])
+        drafter, text = SuffixDrafter(), sequence([1, *motif, 7, 8, 9, 2, *motif])
         outlook = drafter.outlook(text)
         assert outlook is not None
         assert outlook.token_id == 7
         assert drafter.draft([(text, 3)])[0].token_ids == (7, 8, 9)
-        grades.append(outlook.grade)
-    assert grades == [0, 1, 2, 3, 4, 5, 5]
-    assert len(drafter.prior) == 6
+        grades.append([outlook.grade(depth) for depth in (0, 1, 30)])
+    assert grades == [[1, 2, 6], [2, 3, 6], [3, 3, 6], [4, 4, 6], [5, 5, 6], [6, 6, 6], [6, 6, 6]]
+    assert len(SuffixDrafter().prior) == 9
+
+
+def test_a_lookup_is_the_surer_the_more_often_it_was_right_and_doubts_what_disagrees() -> None:
+    again = SuffixDrafter().outlook(sequence([1, 2, 7, 3, 1, 2, 7, 4, 1, 2]))
+    disagreeing = SuffixDrafter().outlook(sequence([1, 2, 7, 3, 1, 2, 8, 4, 1, 2]))
+    assert again is not None
+    assert disagreeing is not None
+    assert (again.token_id, again.grade(0), again.grade(1)) == (7, 7, 8)
+    assert (disagreeing.token_id, disagreeing.grade(0)) == (8, 0)
 
 
 def test_a_lookup_says_nothing_of_what_is_new_and_forgets_what_has_ended() -> None:

@@ -28,6 +28,16 @@ def test_finds_what_a_draft_costs_through_noise_and_stalls() -> None:
     assert fitted.seconds(Load(8, 8, 2000)) == pytest.approx(seconds(Load(8, 8, 2000)), rel=0.1)
 
 
+def test_the_first_draft_has_a_price_of_its_own() -> None:
+    rng, fitted = random.Random(2), StepTime()
+    for _ in range(400):
+        num_drafts = rng.choice([0, 0, 1, 2, 5])
+        load = Load(4 + num_drafts, 4 + num_drafts, 1000, has_drafts=num_drafts > 0)
+        fitted.record(load, (10e-3 + 0.3e-3 * load.num_tokens + 1e-3 * load.has_drafts) * rng.uniform(0.98, 1.02))
+    assert fitted.drafting_seconds() == pytest.approx(1e-3, rel=0.3)
+    assert fitted.draft_seconds() == pytest.approx(0.3e-3, rel=0.3)
+
+
 def test_what_no_step_told_apart_costs_nearly_nothing() -> None:
     """So a draft is made, and the steps with it tell."""
     fitted = StepTime()

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from services.worker.engine.config import ModelConfig, ModelFileError, from_hugging_face
+from services.worker.engine.config import ModelConfig, ModelFileError
+from services.worker.engine.config_file import from_hugging_face
 
 BASE = {
     "model_type": "llama",

@@ -1,0 +1,62 @@
+"""Live requests and their sequences: who waits and who runs, each in order. Knows no block and computes nothing."""
+
+import bisect
+import itertools
+from operator import attrgetter
+
+from services.worker.engine.sequence import RequestState, Sequence, SequenceState
+
+_BY_ORDER = attrgetter("order")
+
+
+class SequenceQueue:
+    """Lower classes come last, and in a class whoever came last. A preempted sequence waits at its old place."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, RequestState] = {}  # by id
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._arrivals = itertools.count()
+
+    def add(self, group: RequestState) -> None:
+        """Its choices wait, but for those that have ended. Where all have, there is no request."""
+        group.arrival = next(self._arrivals)
+        if group.live_sequences:
+            self.requests[group.request.request_id] = group
+        for sequence in group.live_sequences:
+            bisect.insort(self.waiting, sequence, key=_BY_ORDER)
+
+    def start(self, sequence: Sequence, now: float) -> None:
+        """Runs one that waits."""
+        self.waiting.remove(sequence)
+        sequence.state = SequenceState.RUNNING
+        bisect.insort(self.running, sequence, key=_BY_ORDER)
+        if sequence.group.start_time is None:
+            sequence.group.start_time = now
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Lets one that runs wait, with everything to compute again."""
+        self.running.remove(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        bisect.insort(self.waiting, sequence, key=_BY_ORDER)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends one that waits or runs; the request ends with its last."""
+        (self.running if sequence.state is SequenceState.RUNNING else self.waiting).remove(sequence)
+        sequence.state = SequenceState.FINISHED
+        if not sequence.group.live_sequences:
+            del self.requests[sequence.request_id]
+
+    def next_victim(self) -> Sequence:
+        """Who gives way: the last of those that run, but none that is fully reserved."""
+        return max((sequence for sequence in self.running if not sequence.is_reserved), key=_BY_ORDER)
+
+    def check_integrity(self) -> None:
+        """Asserts that every live sequence is in the list of its state, in order."""
+        assert not any(sequence.block_table for sequence in self.waiting), "a waiting sequence holds blocks"
+        assert self.running == sorted(self.running, key=_BY_ORDER), "running sequences out of order"
+        assert self.waiting == sorted(self.waiting, key=_BY_ORDER), "waiting sequences out of order"
+        live = [sequence for group in self.requests.values() for sequence in group.live_sequences]
+        assert sorted(live, key=_BY_ORDER) == sorted(self.running + self.waiting, key=_BY_ORDER), "a live sequence is in no list"
