@@ -140,7 +140,7 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def mesh(level: str) -> Callable[[Site], AbstractContextManager[System]]:
-    """Forebay with weights at a level. Speculation is off, as with the peers; prompts come in pieces as large as llama.cpp's."""
+    """Forebay with weights at a level. Speculation is off, as with the peers; prompts come in pieces as large as OpenVINO's."""
 
     @contextmanager
     def opened(site: Site) -> Iterator[System]:
@@ -148,7 +148,7 @@ def mesh(level: str) -> Callable[[Site], AbstractContextManager[System]]:
             "FOREBAY_PREFIX_CACHE": str(site.prefix_cache).lower(),
             "FOREBAY_SPECULATION": "0",
             "FOREBAY_MAX_SEQUENCES": str(site.max_sequences),
-            "FOREBAY_MAX_STEP_TOKENS": "512",
+            "FOREBAY_MAX_STEP_TOKENS": "256",
             "FOREBAY_KV_MEMORY": str(_CACHE_BYTES),
         }
         with started(["--model", str(site.gguf), "--level", level], environment) as up:
