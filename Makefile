@@ -14,7 +14,7 @@ PROTOS := $(wildcard protos/forebay/v1/*.proto)
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine bench-quality \
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine bench-quality bench-peers \
   bench-speculation speculation-lossless config-table compose-smoke clean
 
 help: ## This list
@@ -111,6 +111,9 @@ bench-engine: setup ## Step times of the CPU kernels beside the machine's bounds
 bench-quality: setup ## Perplexity, KL and agreement of every level and cache format against fp32, as JSON lines
 	@$(BIN)/python -m bench.quality $(ARGS)
 
+bench-peers: setup ## The mesh beside llama.cpp, vLLM and OpenVINO, which it installs into .peers (ARGS='--parts main --rounds 1', say)
+	@$(BIN)/python -m bench.peers $(ARGS)
+
 bench-speculation: setup ## Speculation on against off, by kind of answer, as JSON lines (ARGS='--rounds 3', say)
 	@$(BIN)/python -m bench.speculation $(ARGS)
 
@@ -120,5 +123,5 @@ speculation-lossless: setup ## 100,000 tokens with speculation equal those witho
 compose-smoke: setup ## Build and run deploy/compose.yaml once (root; Debian; installs docker.io)
 	@deploy/compose-smoke.sh
 
-clean: ## Remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+clean: ## Remove the virtual environments and caches
+	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,14 +16,29 @@ from services.cli.home import Home
 
 
 @dataclass(frozen=True)
+class HttpFace:
+    """An OpenAI API: this mesh's or another server's. `url` ends in /v1; no token: none is asked for."""
+
+    url: str
+    model: str
+    token: str = ""
+
+
+@dataclass(frozen=True)
 class Mesh:
     """Where the two faces are, and the first model's facts."""
 
+    pid: int
     grpc_address: str
     http_url: str
     token: str
     model: str
     vocab_size: int
+
+    @property
+    def http(self) -> HttpFace:
+        """Where to ask over HTTP."""
+        return HttpFace(self.http_url, self.model, self.token)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -37,30 +52,31 @@ def find() -> Mesh:
     running = home.read()
     if running is None:
         sys.exit(f"no mesh is up from {home.path}: start one with `make up`, or pass --start")
-    return _described(running.grpc_address, running.http_base_url, running.token)
+    return _described(running.pid, running.grpc_address, running.http_base_url, running.token)
 
 
 @contextmanager
-def started(up_arguments: Sequence[str] = ()) -> Iterator[Mesh]:
-    """A mesh that lives as long as the block."""
+def started(up_arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Iterator[Mesh]:
+    """A mesh that lives as long as the block. `environment`: settings beside those of its arguments."""
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
         command = [sys.executable, "-m", "services.cli", "up", "--json", "--grpc-port", "0", "--http-port", "0", *up_arguments]
-        environment = {**os.environ, "FOREBAY_HOME": folder}
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, env={**os.environ, **(environment or {}), "FOREBAY_HOME": folder}, stdout=subprocess.PIPE, text=True
+        )
         try:
             assert process.stdout is not None
             up = next((event for event in map(json.loads, process.stdout) if event["event"] == "up"), None)
             if up is None:
                 sys.exit("the mesh did not come up")
-            yield _described(up["grpc_address"], up["http_base_url"], up["token"])
+            yield _described(process.pid, up["grpc_address"], up["http_base_url"], up["token"])
         finally:
             process.terminate()
             process.communicate(timeout=60)
 
 
-def _described(grpc_address: str, http_url: str, token: str) -> Mesh:
+def _described(pid: int, grpc_address: str, http_url: str, token: str) -> Mesh:
     with grpc.insecure_channel(grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         listed = stub.ListModels(inference_pb2.ListModelsRequest(), metadata=(("authorization", f"Bearer {token}"),), timeout=10)
     first = listed.models[0]
-    return Mesh(grpc_address, http_url, token, first.name, first.vocab_size)
+    return Mesh(pid, grpc_address, http_url, token, first.name, first.vocab_size)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from bench.lengths import Lengths, fixed, from_trace
-from bench.mesh import Mesh, find, started
+from bench.mesh import HttpFace, Mesh, find, started
 from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 
 
@@ -79,12 +79,12 @@ def grpc_client(mesh: Mesh, channel: grpc.aio.Channel) -> Ask:
     return ask
 
 
-def http_client(mesh: Mesh, client: httpx.AsyncClient) -> Ask:
+def http_client(face: HttpFace, client: httpx.AsyncClient) -> Ask:
     """Asks over POST /v1/completions with server-sent events. A chunk counts by its text's share, as it doesn't tell its tokens."""
 
     async def ask(prompt: list[int], max_tokens: int, seed: int, timing: Timing) -> None:
         body = {
-            "model": mesh.model,
+            "model": face.model,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -93,8 +93,8 @@ def http_client(mesh: Mesh, client: httpx.AsyncClient) -> Ask:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        headers = {"authorization": f"Bearer {mesh.token}"}
-        async with client.stream("POST", f"{mesh.http_url}/completions", json=body, headers=headers, timeout=None) as response:
+        headers = {"authorization": f"Bearer {face.token}"} if face.token else {}
+        async with client.stream("POST", f"{face.url}/completions", json=body, headers=headers, timeout=None) as response:
             if response.status_code != 200:
                 raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:300]!r}")
             async for line in response.aiter_lines():
@@ -103,7 +103,7 @@ def http_client(mesh: Mesh, client: httpx.AsyncClient) -> Ask:
                 chunk = json.loads(line[6:])
                 if chunk["choices"]:
                     timing.arrived(len(chunk["choices"][0]["text"]))
-                elif chunk.get("usage"):
+                if chunk.get("usage"):
                     timing.ended(chunk["usage"]["completion_tokens"])
 
     return ask
@@ -190,7 +190,7 @@ async def run(args: argparse.Namespace, mesh: Mesh) -> None:
     async with contextlib.AsyncExitStack() as stack:
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(mesh.grpc_address))
         client = await stack.enter_async_context(httpx.AsyncClient(limits=httpx.Limits(max_connections=None)))
-        ask = grpc_client(mesh, channel) if args.face == "grpc" else http_client(mesh, client)
+        ask = grpc_client(mesh, channel) if args.face == "grpc" else http_client(mesh.http, client)
         progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
         seats = await resident_sequences(mesh, channel, lengths.mean)
         loads = [("c", float(c)) for c in args.concurrency] + [("r", r) for r in args.rate]

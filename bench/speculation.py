@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from bench.figure import line
 from bench.speculation_prompts import PROMPTS
 from services.cli.models import default
 from services.gateway.models import load_model
@@ -136,12 +137,6 @@ def self_figures(path: Path, plan: Plan, config: EngineConfig) -> Iterator[dict[
     (cell,) = Bench(path, alone, replace(config, level=SELF_LEVEL, draft_level=SELF_DRAFT_LEVEL)).cells().values()
     yield line(f"spec_self_{SELF_SET}", cell.ratio, "x", SELF_TARGET)
     yield line(f"spec_acceptance_self_{SELF_SET}", cell.num_accepted_tokens / max(1, cell.num_draft_tokens), "of drafts")
-
-
-def line(figure: str, value: float, unit: str, target: float | None = None) -> dict[str, object]:
-    """One figure; `holds` is null where there is no target."""
-    holds = None if target is None else value >= target
-    return {"figure": figure, "value": round(value, 3), "unit": unit, "target": target, "holds": holds}
 
 
 def tokenised(path: Path, names: Sequence[str], num_prompts: int) -> dict[str, list[list[int]]]:

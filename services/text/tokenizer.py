@@ -73,6 +73,10 @@ class Tokenizer:
         text = data.decode("utf-8", self.decode_errors)
         return text.removeprefix(" ") if self._false_space else text
 
+    def to_json(self) -> str:
+        """What a tokenizer.json of it holds."""
+        return str(self._backend.to_str())
+
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes; a special token's are its name's. Empty for an id that no token has."""
         return self._pieces[token_id] if 0 <= token_id < self.vocab_size else b""
