@@ -1,5 +1,6 @@
 """Memory that the kernels stream: on large pages where the system gives them, as each small one costs a walk through the page tables."""
 
+import contextlib
 import mmap
 
 import torch
@@ -12,10 +13,8 @@ _CHUNK = 32 << 20
 def large_pages(num_bytes: int) -> Tensor:
     """uint8 [num_bytes], zeros. OSError: there is no such memory."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
+    with contextlib.suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without large pages
-        pass
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
