@@ -10,7 +10,6 @@
 namespace forebay {
 
 constexpr int kSplit = 256;    // positions, as in attention/paged.py
-constexpr int kMaxWidth = 256;  // of a head
 constexpr float kHidden = -1e30f;  // a score that nobody sees
 
 // One query row: what it sees, and its factors as `Form::prepare` made them.
@@ -47,6 +46,7 @@ class Attention {
   void attend(const QueryRow<Form> (&rows)[R], float* const (&out)[R]) {
     int first = rows[0].first, last = rows[0].last;
     for (const auto& row : rows) first = std::min(first, row.first), last = std::max(last, row.last);
+    for (int r = 0; r < R; ++r) std::copy(rows[r].factors, rows[r].factors + cache_.width, factors_[r]);
     Softmax states[R];
     bool begun = false;
     for (int start = first / kSplit * kSplit; start <= last; start += kSplit, begun = true) {
@@ -64,6 +64,7 @@ class Attention {
  private:
   static constexpr int kPack = Form::kPack, kElement = Form::kElement;
   static constexpr int kMaxRows = 12;
+  static constexpr int kStreamed = 6;  // so few rows wait for the cache rather than for arithmetic
 
   // The lane groups of the positions start .. last of a split.
   void collect(int start, int last) {
@@ -93,7 +94,8 @@ class Attention {
   template <int R>
   void score(const QueryRow<Form> (&rows)[R]) {
     for (int r = 0; r < R; ++r) store(scores_[r] + num_vectors_ * kLanes, splat(kHidden));  // the last vector
-    constexpr int kAtOnce = R <= 3 ? 4 : R <= 6 ? 2 : 1;
+    constexpr int kSums = FOREBAY_AVX512 ? 24 : 12;  // that registers hold
+    constexpr int kAtOnce = std::clamp(kSums / R, 1, 4);
     int g = 0;
     for (; g + kAtOnce <= num_groups_; g += kAtOnce) score_groups<R, kAtOnce>(rows, g);
     for (; g < num_groups_; ++g) score_groups<R, 1>(rows, g);
@@ -104,7 +106,7 @@ class Attention {
     typename Form::Sum sums[N][R];
     for (auto& group : sums)
       for (auto& sum : group) sum = Form::none();
-    if (R <= 6) prefetch(g, N);
+    if (R <= kStreamed) prefetch(g, N);
     const int stride = cache_.slots * kPack * kElement;
     for (int i = 0; i < cache_.width / kPack; ++i) {
       b512 keys[N];
@@ -113,7 +115,7 @@ class Attention {
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sums[n][r] = Form::dot(sums[n][r], rows[r].factors + i * kPack, keys[n]);
+        for (int n = 0; n < N; ++n) sums[n][r] = Form::dot(sums[n][r], factors_[r] + i * kPack, keys[n]);
     }
     for (int n = 0; n < N; ++n) {
       const LaneGroup& group = groups_[g + n];
@@ -121,19 +123,22 @@ class Attention {
         f32x16 v = Form::value(sums[n][r], 1.0f);
         v = mul(v, splat(rows[r].scale));
         if constexpr (Form::kScaled) v = mul(v, load_f16(group.key_scales));
-        const int position = start_ + group.offset, last = std::min(rows[r].last - position, group.count - 1);
-        store(scores_[r] + kLanes + group.offset, keep_lanes(v, rows[r].first - position, last, splat(kHidden)));
+        const int position = start_ + group.offset, first = rows[r].first - position, last = std::min(rows[r].last - position, group.count - 1);
+        if (first > 0 || last < kLanes - 1) v = keep_lanes(v, first, last, splat(kHidden));
+        store(scores_[r] + kLanes + group.offset, v);
       }
     }
   }
 
   void prefetch(int g, int count) const {
-    const int bytes = cache_.width * kLanes * kElement;
     for (int n = 0; n < count; ++n) {
-      if (cache_.slots == kLanes && g + count + n < num_groups_)
-        for (int i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(groups_[g + count + n].keys) + i, _MM_HINT_T0);
-      for (int i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(groups_[g + n].values) + i, _MM_HINT_T0);
+      if (cache_.slots == kLanes && g + count + n < num_groups_) prefetch_group(groups_[g + count + n].keys);
+      prefetch_group(groups_[g + n].values);
     }
+  }
+
+  void prefetch_group(const uint8_t* group) const {
+    for (int i = 0; i < cache_.width * kLanes * kElement; i += 64) _mm_prefetch(reinterpret_cast<const char*>(group) + i, _MM_HINT_T0);
   }
 
   // Row r's scores become probabilities in the form that meets the values; `state` moves on, its weighted values scaled to the new top.
@@ -230,6 +235,7 @@ class Attention {
   // By position in the split, behind one vector for what a first block holds before it and before one for what a last one holds behind.
   alignas(64) float scores_[kMaxRows][kLanes + kSplit + kLanes];
   alignas(64) float value_scales_[kLanes + kSplit + kLanes];
+  alignas(64) typename Form::Factor factors_[kMaxRows][kMaxWidth];  // the rows' own, at a fixed distance
   alignas(64) typename Form::Factor probabilities_[kMaxRows][kLanes + kSplit + kLanes];
   float probability_scale_[kMaxRows];
 };

@@ -12,6 +12,8 @@
 
 namespace forebay {
 
+constexpr int kMaxWidth = 256;  // of a head
+
 enum CacheFormat : int32_t { kCacheF32 = 0, kCacheBF16 = 1, kCacheI8 = 2, kCacheE4M3 = 3 };
 
 struct Cache {  // by the wire of ctypes: see library.py
@@ -123,14 +125,23 @@ struct CacheI8 {
   }
 };
 
-// Writes one head's key or value, x [width] with zeros behind head_dim, to its slot. Element by element: threads may write neighbours.
+// Encoded elements of one head's key or value, [width], to their slot.
+template <class Form, class Element>
+void scatter(const Cache& cache, uint8_t* tile, int side, int slot, const Element* elements) {
+  constexpr int kPack = Form::kPack;
+  auto* out = reinterpret_cast<Element*>(tile);
+  if (side == 0) {
+    for (int i = 0; i < cache.width / kPack; ++i) std::memcpy(out + (i * cache.slots + slot) * kPack, elements + i * kPack, sizeof(Element) * kPack);
+    return;
+  }
+  out += slot / kPack * cache.width * kPack + slot % kPack;
+  for (int d = 0; d < cache.width; ++d) out[d * kPack] = elements[d];  // one by one: other threads may write the slots between
+}
+
+// Writes one head's key or value, x [width] with zeros behind head_dim, to its slot.
 template <class Form>
 void store_slot(const Cache& cache, int layer, int block, int slot, int side, int head, const float* x) {
-  constexpr int kPack = Form::kPack;
   uint8_t* tile = cache.tile(layer, block, side, head);
-  auto place = [&](int d) {
-    return side == 0 ? (d / kPack * cache.slots + slot) * kPack + d % kPack : (slot / kPack * cache.width + d) * kPack + slot % kPack;
-  };
   if constexpr (Form::kScaled) {
     float top = 0;
     for (int d = 0; d < cache.width; d += kLanes) {
@@ -143,13 +154,15 @@ void store_slot(const Cache& cache, int layer, int block, int slot, int side, in
     const float inverse = 1.0f / from_f16(scale);
     const bool finite = inverse > 0;
     cache.scale(layer, block, side, head)[slot] = finite ? scale : 0x7e00;
-    for (int d = 0; d < cache.width; ++d) tile[place(d)] = finite ? Form::encode(x[d] * inverse) : 0;
+    uint8_t codes[kMaxWidth];
+    for (int d = 0; d < cache.width; ++d) codes[d] = finite ? Form::encode(x[d] * inverse) : 0;
+    scatter<Form>(cache, tile, side, slot, codes);
   } else if constexpr (Form::kElement == 4) {
-    for (int d = 0; d < cache.width; ++d) reinterpret_cast<float*>(tile)[place(d)] = x[d];
+    scatter<Form>(cache, tile, side, slot, x);
   } else {
-    alignas(64) uint16_t rounded[512];
+    alignas(64) uint16_t rounded[kMaxWidth];
     for (int d = 0; d < cache.width; d += kLanes) store_bf16(rounded + d, load(x + d));
-    for (int d = 0; d < cache.width; ++d) reinterpret_cast<uint16_t*>(tile)[place(d)] = rounded[d];
+    scatter<Form>(cache, tile, side, slot, rounded);
   }
 }
 

@@ -255,21 +255,24 @@ class Runner {
 
   // The rotary embedding of one head, [head_dim] to [width] with zeros behind, normalised before where the model does that.
   void turn(const float* source, const float* norm, int position, float* out) const {
-    const int dim = model_.head_dim, half = dim / 2;
-    alignas(64) float x[kMaxWidth];
-    float factor = 1.0f;
-    if (norm != nullptr) {
-      float squares = 0;
+    const int dim = model_.head_dim;
+    const float* turns = step_->turns + size_t(position) * 2 * dim;
+    if (norm == nullptr) {
+      rotate(source, turns, dim / 2, out);
+    } else {
+      float squares = 0, normed[kMaxWidth];
       for (int i = 0; i < dim; ++i) squares += source[i] * source[i];
-      factor = 1.0f / std::sqrt(squares / static_cast<float>(dim) + model_.norm_epsilon);
-    }
-    for (int i = 0; i < dim; ++i) x[i] = norm == nullptr ? source[i] : source[i] * factor * norm[i];
-    const float *cosine = step_->turns + size_t(position) * 2 * dim, *sine = cosine + dim;
-    for (int i = 0; i < half; ++i) {
-      out[i] = x[i] * cosine[i] + x[i + half] * sine[i];
-      out[i + half] = x[i + half] * cosine[i + half] + x[i] * sine[i + half];
+      const float factor = 1.0f / std::sqrt(squares / static_cast<float>(dim) + model_.norm_epsilon);
+      for (int i = 0; i < dim; ++i) normed[i] = source[i] * factor * norm[i];
+      rotate(normed, turns, dim / 2, out);
     }
     std::fill(out + dim, out + cache_.width, 0.0f);
+  }
+
+  static void rotate(const float* __restrict x, const float* __restrict turns, int half, float* __restrict out) {
+    const float *cosine = turns, *sine = turns + 2 * half;
+    for (int i = 0; i < half; ++i) out[i] = x[i] * cosine[i] + x[i + half] * sine[i];
+    for (int i = half; i < 2 * half; ++i) out[i] = x[i] * cosine[i] + x[i - half] * sine[i];
   }
 
   // Cuts the step's query rows into tasks, the longest contexts first.
@@ -292,18 +295,16 @@ class Runner {
   void attend(int layer) {
     const int kv_heads = model_.num_kv_heads;
     team_.each(static_cast<int>(space_.tasks.size()) * kv_heads, 1, [&](int i) {
-      const Task& task = space_.tasks[i / kv_heads];
-      constexpr int kSizes[] = {1, 2, 3, 4, 6, 9, kQueryRows};
-      with_size<Form, 0>(kSizes, task, layer, i % kv_heads);
+      with_size<Form, 0>(space_.tasks[i / kv_heads], layer, i % kv_heads);
     });
   }
 
   // The smallest of the compiled sizes that holds the task's rows.
   template <class Form, int I>
-  void with_size(const int (&sizes)[7], const Task& task, int layer, int kv_head) {
+  void with_size(const Task& task, int layer, int kv_head) {
     constexpr int kSizes[] = {1, 2, 3, 4, 6, 9, kQueryRows};
     if (task.num_rows <= kSizes[I]) return attend_task<Form, kSizes[I]>(task, layer, kv_head);
-    if constexpr (I < 6) with_size<Form, I + 1>(sizes, task, layer, kv_head);
+    if constexpr (I < 6) with_size<Form, I + 1>(task, layer, kv_head);
   }
 
   template <class Form, int R>
@@ -317,7 +318,8 @@ class Runner {
       const size_t place = size_t(token) * model_.num_heads + head;
       const int position = step_->positions[token];
       const int first = model_.sliding_window > 0 ? std::max(0, position - model_.sliding_window + 1) : 0;
-      rows[r] = {reinterpret_cast<const typename Form::Factor*>(queries_ + place * cache_.width * 4), query_scales_[place], first, position};
+      const auto* factors = reinterpret_cast<const typename Form::Factor*>(queries_ + place * cache_.width * 4);
+      rows[r] = {factors, query_scales_[place], first, position};
       out[r] = results[r];
     }
     Attention<Form>(cache_, layer, kv_head, step_->tables + size_t(task.sequence) * step_->table_width).template attend<R>(rows, out);
