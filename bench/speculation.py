@@ -1,4 +1,4 @@
-"""Speculation on against off, in interleaved pairs on one engine each: speed by kind of answer, the worst case, acceptance.
+"""Speculation on against off, in interleaved pairs on one engine: speed by kind of answer, the worst case, acceptance.
 
 Prints JSON lines {"figure", "value", "unit", "target", "holds"}. Every pair's tokens are compared, too: they must be equal. Prompts are in
 the prefix cache after a first pass, so that what is timed is decoding.
@@ -19,7 +19,7 @@ from bench.speculation_prompts import PROMPTS
 from services.cli.models import default
 from services.gateway.models import load_model
 from services.worker.engine.config import EngineConfig
-from services.worker.engine.engine import Engine, EngineRequest, EngineStats, SamplingParams
+from services.worker.engine.engine import Engine, EngineRequest, SamplingParams
 from services.worker.engine.loader import suggested_level
 from services.worker.engine.quantization import LEVELS
 
@@ -63,13 +63,13 @@ class Plan:
 
 
 class Bench:
-    """Two engines with the same weights, one of which speculates."""
+    """One engine, whose speculator is taken away and put back: two engines would differ by where their memory lies, too."""
 
     def __init__(self, path: Path, plan: Plan, config: EngineConfig) -> None:
-        """`config` is that of the engine that speculates."""
         self._plan = plan
-        self._off = Engine.from_path(path, replace(config, speculation=0, draft_level=None))
-        self._on = Engine.from_path(path, config)
+        self._engine = Engine.from_path(path, config)
+        assert self._engine.speculator is not None
+        self._speculator = self._engine.speculator
 
     def cells(self) -> dict[tuple[str, int], Cell]:
         """Measures every set at every batch size, all of them once per round."""
@@ -83,18 +83,22 @@ class Bench:
 
     def _pair(self, cell: Cell, prompts: Sequence[Sequence[int]], batch: int, round_: int) -> None:
         """One run with, one without; who begins changes by round. Round -1 fills the prefix caches and learns, and isn't counted."""
-        engines = [self._off, self._on] if round_ % 2 else [self._on, self._off]
-        before = self._on.stats()
-        timed = {id(engine): self._run(engine, prompts, batch) for engine in engines}
-        (off_seconds, off_tokens), (on_seconds, on_tokens) = timed[id(self._off)], timed[id(self._on)]
+        before = replace(self._speculator.counters)
+        timed = {speculates: self._run(prompts, batch, speculates) for speculates in ((False, True) if round_ % 2 else (True, False))}
+        (off_seconds, off_tokens), (on_seconds, on_tokens) = timed[False], timed[True]
         if off_tokens != on_tokens:
             raise RuntimeError("tokens with speculation differ from those without")
         if round_ >= 0:
             cell.logs.append(math.log(off_seconds / on_seconds))
-            _count(cell, before, self._on.stats())
+            after = self._speculator.counters
+            cell.num_draft_tokens += after.draft_tokens - before.draft_tokens
+            cell.num_accepted_tokens += after.accepted_tokens - before.accepted_tokens
+            cell.num_tokens += sum(map(len, on_tokens))
 
-    def _run(self, engine: Engine, prompts: Sequence[Sequence[int]], batch: int) -> tuple[float, list[list[int]]]:
+    def _run(self, prompts: Sequence[Sequence[int]], batch: int, speculates: bool) -> tuple[float, list[list[int]]]:
         """(seconds, tokens by request): every prompt as often as it takes, always `batch` of them side by side, until the last ends."""
+        engine = self._engine
+        engine.batcher.speculator = self._speculator if speculates else None
         sampling = SamplingParams(max_tokens=self._plan.max_tokens, temperature=0)
         count = -(-max(len(prompts), 3 * batch // 2) // len(prompts)) * len(prompts)
         tokens: list[list[int]] = [[] for _ in range(count)]
@@ -108,12 +112,6 @@ class Bench:
                 tokens[int(output.request_id)] += output.token_ids
                 num_ended += output.finish_reason is not None
         return time.perf_counter() - started, tokens
-
-
-def _count(cell: Cell, before: EngineStats, after: EngineStats) -> None:
-    cell.num_draft_tokens += after.num_draft_tokens - before.num_draft_tokens
-    cell.num_accepted_tokens += after.num_accepted_tokens - before.num_accepted_tokens
-    cell.num_tokens += after.num_generated_tokens - before.num_generated_tokens
 
 
 def figures(cells: dict[tuple[str, int], Cell]) -> Iterator[dict[str, object]]:

@@ -134,7 +134,7 @@ class Leases:
             message.request_id,
             message.epoch,
             request,
-            Outbox(self._pace, num_choices=request.n - len(request.finished_choices)),
+            Outbox(self._pace, num_choices=request.n - len(request.finished_choices), num_streams=self.__len__),
             self._metrics,
             -(-len(request.prompt_token_ids) // self._served.block_size),
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -23,7 +24,11 @@ class Pace:
     """Seconds and bytes of a stream."""
 
     delta_seconds: float = 0.02
-    """Tokens wait at most this long, so that a fast model doesn't send a message per token."""
+    """Tokens wait at most this long, so that a fast model doesn't send a message per token,"""
+    share_seconds: float = 0.0025
+    """or this long for each stream that the worker has: every message costs gateway and worker time that a CPU's engine wants, too;"""
+    most_delta_seconds: float = 0.1
+    """but at most this long."""
     ping_seconds: float = 1.0
     """Longest silence."""
     write_seconds: float = 30.0
@@ -33,13 +38,18 @@ class Pace:
     backlog_bytes: int = 8 << 20
     """What may pile up for a slow reader."""
 
+    def delta(self, num_streams: int) -> float:
+        """How long tokens wait beside so many streams."""
+        return max(self.delta_seconds, min(self.share_seconds * num_streams, self.most_delta_seconds))
+
 
 class Outbox:
     """Collects a request's outputs and hands out its next message when that is due."""
 
-    def __init__(self, pace: Pace, *, num_choices: int) -> None:
-        """`num_choices`: how many will end."""
+    def __init__(self, pace: Pace, *, num_choices: int, num_streams: Callable[[], int] = lambda: 1) -> None:
+        """`num_choices`: how many will end. `num_streams`: how many streams there are just now."""
         self._pace = pace
+        self._num_streams = num_streams
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._wake = asyncio.Event()
@@ -64,7 +74,7 @@ class Outbox:
         if not self._pending:
             self._wake.set()
         self._pending.append((output, num_bytes))
-        if output.token_ids and output.choice_index not in self._begun:
+        if (output.token_ids and output.choice_index not in self._begun) or self._num_open == 0:  # a first or the last word
             self._begun.add(output.choice_index)
             self._urgent = True
             self._wake.set()
@@ -104,7 +114,7 @@ class Outbox:
         """When the next message must go."""
         if self._urgent:
             return self._sent_at
-        return self._sent_at + (self._pace.delta_seconds if self._pending else self._pace.ping_seconds)
+        return self._sent_at + (self._pace.delta(self._num_streams()) if self._pending else self._pace.ping_seconds)
 
     async def _sleep(self, until: float) -> None:
         self._wake.clear()

@@ -33,7 +33,7 @@ class WorkerSettings(ServiceSettings):
     kv_memory: ByteSize = Field(ByteSize(512_000_000), gt=0, description="memory of the cache, such as 512MB or 2GiB")
     block_size: int = Field(16, ge=1, le=256, description="tokens per cache block")
     max_sequences: int = Field(32, ge=1, le=4096, description="most sequences in one step")
-    max_step_tokens: int = Field(128, ge=1, le=1 << 16, description="most tokens in one step; a larger number delays the others' tokens")
+    max_step_tokens: int = Field(256, ge=1, le=1 << 16, description="most tokens in one step; a larger number delays the others' tokens")
     max_model_len: int | None = Field(None, ge=2, description="longest sequence in tokens; default: the model's, or what the cache holds")
     num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a step; default: one per core")
     prefix_cache: bool = Field(True, description="keep the blocks of ended sequences for prompts that begin alike")

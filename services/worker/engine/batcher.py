@@ -58,7 +58,7 @@ class Batcher:
         self.queue = SequenceQueue()
         self.tables = BlockTables(config, self.costs, model_version, kv_format)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._speculator = speculator
+        self.speculator = speculator
         self._news: list[TokenOutput] = []  # ends that no step brings about, sent with the next one
 
     @property
@@ -189,9 +189,9 @@ class Batcher:
 
     def _make_room_for_drafts(self, spans: Seq[Span], budget: Budget) -> tuple[int, ...]:
         """How many drafts each span may have, out of what is left over: tokens, slots, blocks. Nobody waits or gives way for a draft."""
-        if self._speculator is None:
+        if self.speculator is None:
             return ()
-        counts = self._speculator.plan(spans, self._draft_room, min(budget.tokens, budget.scored_rows))
+        counts = self.speculator.plan(spans, self._draft_room, min(budget.tokens, budget.scored_rows))
         return tuple(
             self.tables.lend(span.sequence, count, self._num_spare_blocks) if count else 0
             for span, count in zip(spans, counts, strict=True)
@@ -237,8 +237,8 @@ class Batcher:
         self.counters.computed_tokens += span.length
         self.counters.generated_tokens += len(output.token_ids)
         self.tables.share(sequence, span.start)
-        if self._speculator is not None:
-            output.num_accepted = self._speculator.judge(span, output.token_ids)
+        if self.speculator is not None:
+            output.num_accepted = self.speculator.judge(span, output.token_ids)
             output.num_judged = min(output.num_accepted + 1, len(span.draft.token_ids), len(output.token_ids))
             self.tables.take_back(sequence)
         if sequence.finish_reason and not sequence.needs_scoring:
@@ -249,8 +249,8 @@ class Batcher:
     def _finish(self, sequence: Sequence) -> None:
         self.tables.release(sequence)
         self.queue.finish(sequence)
-        if self._speculator is not None:
-            self._speculator.forget(sequence)
+        if self.speculator is not None:
+            self.speculator.forget(sequence)
 
     def _output(self, sequence: Sequence) -> TokenOutput:
         return TokenOutput(

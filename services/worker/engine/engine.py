@@ -93,10 +93,10 @@ class Engine:
         self.max_model_len = max_model_len or config.max_model_len or config.num_blocks * config.block_size
         self.model_version = model_version
         self.runner = runner
-        self.speculator = speculator or (Speculator(SuffixDrafter(), config.speculation) if config.speculation else None)
+        speculator = speculator or (Speculator(SuffixDrafter(), config.speculation) if config.speculation else None)
         self._clock = clock
         ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]  # some configs name tokens that the weights lack
-        self.batcher = Batcher(config, self.max_model_len, ends, model_version, config.cache_format, self.speculator)
+        self.batcher = Batcher(config, self.max_model_len, ends, model_version, config.cache_format, speculator)
 
     @classmethod
     def from_path(cls, path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> "Engine":
@@ -114,6 +114,11 @@ class Engine:
             model_version=loaded.version,
             speculator=None if drafting is None else Speculator(ModelDrafter(drafting, time.perf_counter), config.speculation),
         )
+
+    @property
+    def speculator(self) -> Speculator | None:
+        """None: no drafts."""
+        return self.batcher.speculator
 
     @property
     def has_work(self) -> bool:
@@ -137,18 +142,27 @@ class Engine:
         One output per choice that has news. An exception is a fault of the whole engine: what a request alone is to blame for ends that
         request with FinishReason.ERROR instead.
         """
+        started = self._clock()
         batch = self.batcher.schedule(now)
         if batch.num_copies:
-            self._copy(batch)
+            started += self._copy(batch)
         if self.speculator is not None:
+            before = self._clock()
             batch = self.speculator.draft(batch)
+            started += self._clock() - before
         batch, results = self._execute(batch)
-        return self.batcher.commit(batch, results)
+        outputs = self.batcher.commit(batch, results)
+        if self.speculator is not None and batch.spans:
+            self.speculator.observe(batch.spans, self._clock() - started)
+        return outputs
 
-    def _copy(self, batch: Batch) -> None:
+    def _copy(self, batch: Batch) -> float:
+        """The seconds that it took."""
         started = self._clock()
         self.runner.copy(batch)
-        self.batcher.costs.copy.record(batch.num_copies, self._clock() - started)
+        seconds = self._clock() - started
+        self.batcher.costs.copy.record(batch.num_copies, seconds)
+        return seconds
 
     def _execute(self, batch: Batch) -> tuple[Batch, list[SpanResult]]:
         """Runs the batch, without the request that makes the runner raise a SequenceError."""
@@ -156,17 +170,12 @@ class Engine:
             started = self._clock()
             try:
                 results = self.runner.execute(batch)
-                self._measured(batch, self._clock() - started)
+                self.batcher.costs.record_step([span.length for span in batch.spans], self._clock() - started)
                 return batch, results
             except SequenceError as error:
                 self.batcher.fail(error)
                 batch = batch.without(error.request_id)
         return batch, []
-
-    def _measured(self, batch: Batch, seconds: float) -> None:
-        self.batcher.costs.record_step([span.length for span in batch.spans], seconds)
-        if self.speculator is not None:
-            self.speculator.observe(batch.spans, seconds)
 
     def progress(self) -> list[tuple[str, int, int]]:
         """(request id, output tokens so far, blocks held) of every live request, over its choices; a shared block counts once."""

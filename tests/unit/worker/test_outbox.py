@@ -24,15 +24,42 @@ async def test_the_first_token_goes_at_once_and_the_rest_are_joined() -> None:
     sent = clock()
     for position in range(1, 50):
         outbox.push(output(position, position))
-    outbox.push(output(50, 50, finish=FinishReason.LENGTH))
     second = await outbox.next()
     assert not isinstance(second, News)
     assert clock() - sent >= 0.015, "two messages within 20 ms"
     assert sent - began < 0.015, "the first token waited"
     [delta] = second.deltas
-    assert (delta.first_position, list(delta.token_ids)) == (1, list(range(1, 51)))
-    assert delta.finish_reason == 2
+    assert (delta.first_position, list(delta.token_ids)) == (1, list(range(1, 50)))
+
+
+async def test_the_last_token_goes_at_once() -> None:
+    outbox = Outbox(Pace(delta_seconds=60), num_choices=1)
+    outbox.push(output(0, 1))
+    await outbox.next()
+    outbox.push(output(1, 2))
+    outbox.push(output(2, 3, finish=FinishReason.LENGTH))
+    message = await asyncio.wait_for(outbox.next(), 1)
+    assert not isinstance(message, News)
+    [delta] = message.deltas
+    assert (list(delta.token_ids), delta.finish_reason) == ([2, 3], 2)
     assert await outbox.next() is News.ENDED
+
+
+@pytest.mark.parametrize(("num_streams", "seconds"), [(1, 0.02), (8, 0.02), (16, 0.04), (64, 0.1)])
+def test_the_more_streams_the_more_tokens_share_a_message(num_streams: int, seconds: float) -> None:
+    assert Pace().delta(num_streams) == pytest.approx(seconds)
+
+
+async def test_a_crowd_delays_what_is_neither_first_nor_last() -> None:
+    outbox = Outbox(Pace(delta_seconds=0, share_seconds=60, most_delta_seconds=60), num_choices=1, num_streams=lambda: 1)
+    outbox.push(output(0, 1))
+    await outbox.next()
+    outbox.push(output(1, 2))
+    waiting = asyncio.create_task(outbox.next())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    outbox.push(output(2, 3, finish=FinishReason.STOP))
+    assert not isinstance(await asyncio.wait_for(waiting, 1), News)
 
 
 async def test_each_choice_has_a_first_token_that_goes_at_once() -> None:
