@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from services.worker.engine.sequence import Sequence
 
-_OWN_MEMORY = 0.98  # a sequence's outcomes: about the last fifty
+_OWN_MEMORY = 0.96  # a sequence's outcomes: about the last twenty-five
 _SHARED_MEMORY = 0.998  # everybody's: about the last five hundred
 _OWN_PRIOR_WEIGHT = 4.0  # outcomes that everybody's count as
 _SHARED_PRIOR_WEIGHT = 8.0

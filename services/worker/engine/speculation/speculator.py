@@ -15,6 +15,7 @@ from services.worker.engine.speculation.acceptance import Acceptance
 from services.worker.engine.speculation.drafter import Drafter, Outlook
 from services.worker.engine.speculation.step_time import Load, StepTime
 
+_LEAST_RETURN = 1.25  # times what it costs, for each draft: at break-even there is nothing to gain, and estimates to lose by
 _LEAST_GAIN = 0.03  # of the tokens per second: less is lost in what the estimates are off by
 _PROBE_INTERVAL = 64  # steps without a draft for want of gain, after which one is made to see whether that still holds
 
@@ -55,7 +56,7 @@ class Speculator:
         tokens, seconds = float(sum(span.samples for span in spans)), self._step_time.seconds(load_of(spans))
         probing = self._num_idle_steps >= _PROBE_INTERVAL
         # Less likely drafts take more time than they bring tokens.
-        least_chance = 0.0 if probing or not self._step_time.known else tokens * self._step_time.draft_seconds() / seconds
+        least_chance = 0.0 if probing or not self._step_time.known else _LEAST_RETURN * tokens * self._step_time.draft_seconds() / seconds
         prospects = self._prospects(spans, room, least_chance)
         counts = [0] * len(spans)
         if not self._step_time.known or budget <= 0:
@@ -102,7 +103,7 @@ class Speculator:
         heapq.heapify(queue)
         while queue and budget > 0:
             negative, index = heapq.heappop(queue)
-            if -negative * seconds <= tokens * draft_seconds:
+            if -negative * seconds <= _LEAST_RETURN * tokens * draft_seconds:
                 break
             tokens -= negative
             seconds += draft_seconds

@@ -81,7 +81,7 @@ def test_more_drafts_where_they_come_true_and_none_where_they_dont() -> None:
     device.gain(200)
     assert [max(counts) for counts in device.counts[-20:]] == [8] * 20
     device.chance = 0.0
-    device.gain(300)
+    device.gain(400)
     assert sum(map(max, device.counts[-128:])) <= 4, "but for a probe now and then"
     device.chance = 0.95
     device.gain(2000)
