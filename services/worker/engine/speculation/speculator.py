@@ -56,7 +56,7 @@ class Speculator:
         tokens, seconds = float(sum(span.samples for span in spans)), self._step_time.seconds(load_of(spans))
         probing = self._num_idle_steps >= _PROBE_INTERVAL
         # Less likely drafts take more time than they bring tokens.
-        least_chance = 0.0 if probing or not self._step_time.known else _LEAST_RETURN * tokens * self._step_time.draft_seconds() / seconds
+        least_chance = 0.0 if probing else _LEAST_RETURN * tokens * self._step_time.draft_seconds() / seconds
         prospects = self._prospects(spans, room, least_chance)
         counts = [0] * len(spans)
         if not self._step_time.known or budget <= 0:

@@ -7,6 +7,7 @@ _MEMORY = 0.99  # weight of a step relative to the next one's
 _RIDGE = 1e-3  # what steps don't tell apart is the fixed part, but for what earlier ones told: a first draft is for free, and tells
 _REFIT = 4  # steps between fits
 _MIN_STEPS = 4
+_LEAST_SECONDS = 1e-9
 _LEAST_MARGIN = 0.005  # of the fixed part: no draft is quite free
 
 
@@ -57,8 +58,8 @@ class StepTime:
             self._coefficients = self._fit()
 
     def seconds(self, load: Load) -> float:
-        """What a step with this load should take."""
-        return sum(c * feature for c, feature in zip(self._coefficients, load.features, strict=True))
+        """What a step with this load should take; more than 0, so that rates can be formed of it."""
+        return max(sum(c * feature for c, feature in zip(self._coefficients, load.features, strict=True)), _LEAST_SECONDS)
 
     def draft_seconds(self) -> float:
         """What one more draft adds to a step: a token, a row and a key."""

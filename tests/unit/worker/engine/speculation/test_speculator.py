@@ -113,6 +113,16 @@ def test_a_scarce_budget_goes_to_the_likeliest() -> None:
     assert sum(device.speculator.plan(spans, lambda span: 9 if span is spans[0] else 2, 100)) <= 10, "no more than the room"
 
 
+def test_a_step_without_spans_is_planned_whatever_was_measured() -> None:
+    """Times that fall with the load leave nothing but a price per token, and such a step has none."""
+    speculator = Speculator(SuffixDrafter(), 8)
+    assert speculator.plan([], lambda _: 8, 8) == []
+    text = sequence(tokens=list(range(64)))
+    for num_tokens in (1, 2, 4, 8, 16, 32) * 6:
+        speculator.observe([Span(text, 0, num_tokens, samples=False)], 0.001 * num_tokens**2)
+    assert speculator.plan([], lambda _: 8, 8) == []
+
+
 def test_a_guess_that_costs_nothing_is_judged_unseen() -> None:
     """A lookup learns that it would have been right without a single draft."""
     speculator = Speculator(SuffixDrafter(), 8)
