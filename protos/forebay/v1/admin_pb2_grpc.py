@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """The fleet. PERMISSION_DENIED without the operator role.
+    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org. Every change, and every
+    refused attempt at one, is audited.
     """
 
     def __init__(self, channel):
@@ -40,14 +41,111 @@ class AdminServiceStub:
                 request_serializer=forebay_dot_v1_dot_admin__pb2.GetFleetRequest.SerializeToString,
                 response_deserializer=forebay_dot_v1_dot_admin__pb2.GetFleetResponse.FromString,
                 _registered_method=True)
+        self.ListOrgs = channel.unary_unary(
+                '/forebay.v1.AdminService/ListOrgs',
+                request_serializer=forebay_dot_v1_dot_admin__pb2.ListOrgsRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_admin__pb2.ListOrgsResponse.FromString,
+                _registered_method=True)
+        self.SetOrg = channel.unary_unary(
+                '/forebay.v1.AdminService/SetOrg',
+                request_serializer=forebay_dot_v1_dot_admin__pb2.SetOrgRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_admin__pb2.SetOrgResponse.FromString,
+                _registered_method=True)
+        self.ResetOrg = channel.unary_unary(
+                '/forebay.v1.AdminService/ResetOrg',
+                request_serializer=forebay_dot_v1_dot_admin__pb2.ResetOrgRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_admin__pb2.ResetOrgResponse.FromString,
+                _registered_method=True)
+        self.CreateKey = channel.unary_unary(
+                '/forebay.v1.AdminService/CreateKey',
+                request_serializer=forebay_dot_v1_dot_admin__pb2.CreateKeyRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_admin__pb2.CreateKeyResponse.FromString,
+                _registered_method=True)
+        self.ListKeys = channel.unary_unary(
+                '/forebay.v1.AdminService/ListKeys',
+                request_serializer=forebay_dot_v1_dot_admin__pb2.ListKeysRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_admin__pb2.ListKeysResponse.FromString,
+                _registered_method=True)
+        self.RevokeKey = channel.unary_unary(
+                '/forebay.v1.AdminService/RevokeKey',
+                request_serializer=forebay_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_admin__pb2.RevokeKeyResponse.FromString,
+                _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/forebay.v1.AdminService/GetUsage',
+                request_serializer=forebay_dot_v1_dot_admin__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_admin__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
+        self.ListAudit = channel.unary_unary(
+                '/forebay.v1.AdminService/ListAudit',
+                request_serializer=forebay_dot_v1_dot_admin__pb2.ListAuditRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_admin__pb2.ListAuditResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
-    """The fleet. PERMISSION_DENIED without the operator role.
+    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org. Every change, and every
+    refused attempt at one, is audited.
     """
 
     def GetFleet(self, request, context):
         """Lists workers with their last heartbeat, and the queue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListOrgs(self, request, context):
+        """Policies of every org that the policy file or an operator names.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetOrg(self, request, context):
+        """Overrides fields of an org's policy, over the policy file and its reloads. INVALID_ARGUMENT names the field.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetOrg(self, request, context):
+        """Takes all overrides of an org back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateKey(self, request, context):
+        """Makes an API key. The key is in this answer alone; a hash of it is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListKeys(self, request, context):
+        """API keys, without what they consist of.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeKey(self, request, context):
+        """Makes a key worthless, for every gateway within seconds. NOT_FOUND: there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUsage(self, request, context):
+        """What orgs have used, by day, model and class.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAudit(self, request, context):
+        """The latest acts of operators, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,6 +159,46 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=forebay_dot_v1_dot_admin__pb2.GetFleetRequest.FromString,
                     response_serializer=forebay_dot_v1_dot_admin__pb2.GetFleetResponse.SerializeToString,
             ),
+            'ListOrgs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOrgs,
+                    request_deserializer=forebay_dot_v1_dot_admin__pb2.ListOrgsRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_admin__pb2.ListOrgsResponse.SerializeToString,
+            ),
+            'SetOrg': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetOrg,
+                    request_deserializer=forebay_dot_v1_dot_admin__pb2.SetOrgRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_admin__pb2.SetOrgResponse.SerializeToString,
+            ),
+            'ResetOrg': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetOrg,
+                    request_deserializer=forebay_dot_v1_dot_admin__pb2.ResetOrgRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_admin__pb2.ResetOrgResponse.SerializeToString,
+            ),
+            'CreateKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateKey,
+                    request_deserializer=forebay_dot_v1_dot_admin__pb2.CreateKeyRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_admin__pb2.CreateKeyResponse.SerializeToString,
+            ),
+            'ListKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListKeys,
+                    request_deserializer=forebay_dot_v1_dot_admin__pb2.ListKeysRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_admin__pb2.ListKeysResponse.SerializeToString,
+            ),
+            'RevokeKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeKey,
+                    request_deserializer=forebay_dot_v1_dot_admin__pb2.RevokeKeyRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_admin__pb2.RevokeKeyResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=forebay_dot_v1_dot_admin__pb2.GetUsageRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_admin__pb2.GetUsageResponse.SerializeToString,
+            ),
+            'ListAudit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAudit,
+                    request_deserializer=forebay_dot_v1_dot_admin__pb2.ListAuditRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_admin__pb2.ListAuditResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'forebay.v1.AdminService', rpc_method_handlers)
@@ -70,7 +208,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """The fleet. PERMISSION_DENIED without the operator role.
+    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org. Every change, and every
+    refused attempt at one, is audited.
     """
 
     @staticmethod
@@ -90,6 +229,222 @@ class AdminService:
             '/forebay.v1.AdminService/GetFleet',
             forebay_dot_v1_dot_admin__pb2.GetFleetRequest.SerializeToString,
             forebay_dot_v1_dot_admin__pb2.GetFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListOrgs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.AdminService/ListOrgs',
+            forebay_dot_v1_dot_admin__pb2.ListOrgsRequest.SerializeToString,
+            forebay_dot_v1_dot_admin__pb2.ListOrgsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetOrg(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.AdminService/SetOrg',
+            forebay_dot_v1_dot_admin__pb2.SetOrgRequest.SerializeToString,
+            forebay_dot_v1_dot_admin__pb2.SetOrgResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetOrg(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.AdminService/ResetOrg',
+            forebay_dot_v1_dot_admin__pb2.ResetOrgRequest.SerializeToString,
+            forebay_dot_v1_dot_admin__pb2.ResetOrgResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.AdminService/CreateKey',
+            forebay_dot_v1_dot_admin__pb2.CreateKeyRequest.SerializeToString,
+            forebay_dot_v1_dot_admin__pb2.CreateKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.AdminService/ListKeys',
+            forebay_dot_v1_dot_admin__pb2.ListKeysRequest.SerializeToString,
+            forebay_dot_v1_dot_admin__pb2.ListKeysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.AdminService/RevokeKey',
+            forebay_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
+            forebay_dot_v1_dot_admin__pb2.RevokeKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.AdminService/GetUsage',
+            forebay_dot_v1_dot_admin__pb2.GetUsageRequest.SerializeToString,
+            forebay_dot_v1_dot_admin__pb2.GetUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAudit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.AdminService/ListAudit',
+            forebay_dot_v1_dot_admin__pb2.ListAuditRequest.SerializeToString,
+            forebay_dot_v1_dot_admin__pb2.ListAuditResponse.FromString,
             options,
             channel_credentials,
             insecure,

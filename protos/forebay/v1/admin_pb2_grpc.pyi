@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """The fleet. PERMISSION_DENIED without the operator role."""
+    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org. Every change, and every
+    refused attempt at one, is audited.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -35,17 +37,53 @@ class AdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     GetFleet: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetFleetRequest, _admin_pb2.GetFleetResponse]
     """Lists workers with their last heartbeat, and the queue."""
+    ListOrgs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListOrgsRequest, _admin_pb2.ListOrgsResponse]
+    """Policies of every org that the policy file or an operator names."""
+    SetOrg: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetOrgRequest, _admin_pb2.SetOrgResponse]
+    """Overrides fields of an org's policy, over the policy file and its reloads. INVALID_ARGUMENT names the field."""
+    ResetOrg: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetOrgRequest, _admin_pb2.ResetOrgResponse]
+    """Takes all overrides of an org back."""
+    CreateKey: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateKeyRequest, _admin_pb2.CreateKeyResponse]
+    """Makes an API key. The key is in this answer alone; a hash of it is kept."""
+    ListKeys: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListKeysRequest, _admin_pb2.ListKeysResponse]
+    """API keys, without what they consist of."""
+    RevokeKey: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RevokeKeyRequest, _admin_pb2.RevokeKeyResponse]
+    """Makes a key worthless, for every gateway within seconds. NOT_FOUND: there is none."""
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetUsageRequest, _admin_pb2.GetUsageResponse]
+    """What orgs have used, by day, model and class."""
+    ListAudit: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]
+    """The latest acts of operators, newest first."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """The fleet. PERMISSION_DENIED without the operator role."""
+    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org. Every change, and every
+    refused attempt at one, is audited.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetFleet: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetFleetRequest, _admin_pb2.GetFleetResponse]  # type: ignore[assignment]
     """Lists workers with their last heartbeat, and the queue."""
+    ListOrgs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListOrgsRequest, _admin_pb2.ListOrgsResponse]  # type: ignore[assignment]
+    """Policies of every org that the policy file or an operator names."""
+    SetOrg: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetOrgRequest, _admin_pb2.SetOrgResponse]  # type: ignore[assignment]
+    """Overrides fields of an org's policy, over the policy file and its reloads. INVALID_ARGUMENT names the field."""
+    ResetOrg: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetOrgRequest, _admin_pb2.ResetOrgResponse]  # type: ignore[assignment]
+    """Takes all overrides of an org back."""
+    CreateKey: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateKeyRequest, _admin_pb2.CreateKeyResponse]  # type: ignore[assignment]
+    """Makes an API key. The key is in this answer alone; a hash of it is kept."""
+    ListKeys: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListKeysRequest, _admin_pb2.ListKeysResponse]  # type: ignore[assignment]
+    """API keys, without what they consist of."""
+    RevokeKey: _aio.UnaryUnaryMultiCallable[_admin_pb2.RevokeKeyRequest, _admin_pb2.RevokeKeyResponse]  # type: ignore[assignment]
+    """Makes a key worthless, for every gateway within seconds. NOT_FOUND: there is none."""
+    GetUsage: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetUsageRequest, _admin_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """What orgs have used, by day, model and class."""
+    ListAudit: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]  # type: ignore[assignment]
+    """The latest acts of operators, newest first."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The fleet. PERMISSION_DENIED without the operator role."""
+    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org. Every change, and every
+    refused attempt at one, is audited.
+    """
 
     @_abc_1.abstractmethod
     def GetFleet(
@@ -54,5 +92,69 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetFleetResponse, _abc.Awaitable[_admin_pb2.GetFleetResponse]]:
         """Lists workers with their last heartbeat, and the queue."""
+
+    @_abc_1.abstractmethod
+    def ListOrgs(
+        self,
+        request: _admin_pb2.ListOrgsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListOrgsResponse, _abc.Awaitable[_admin_pb2.ListOrgsResponse]]:
+        """Policies of every org that the policy file or an operator names."""
+
+    @_abc_1.abstractmethod
+    def SetOrg(
+        self,
+        request: _admin_pb2.SetOrgRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetOrgResponse, _abc.Awaitable[_admin_pb2.SetOrgResponse]]:
+        """Overrides fields of an org's policy, over the policy file and its reloads. INVALID_ARGUMENT names the field."""
+
+    @_abc_1.abstractmethod
+    def ResetOrg(
+        self,
+        request: _admin_pb2.ResetOrgRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ResetOrgResponse, _abc.Awaitable[_admin_pb2.ResetOrgResponse]]:
+        """Takes all overrides of an org back."""
+
+    @_abc_1.abstractmethod
+    def CreateKey(
+        self,
+        request: _admin_pb2.CreateKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CreateKeyResponse, _abc.Awaitable[_admin_pb2.CreateKeyResponse]]:
+        """Makes an API key. The key is in this answer alone; a hash of it is kept."""
+
+    @_abc_1.abstractmethod
+    def ListKeys(
+        self,
+        request: _admin_pb2.ListKeysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListKeysResponse, _abc.Awaitable[_admin_pb2.ListKeysResponse]]:
+        """API keys, without what they consist of."""
+
+    @_abc_1.abstractmethod
+    def RevokeKey(
+        self,
+        request: _admin_pb2.RevokeKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RevokeKeyResponse, _abc.Awaitable[_admin_pb2.RevokeKeyResponse]]:
+        """Makes a key worthless, for every gateway within seconds. NOT_FOUND: there is none."""
+
+    @_abc_1.abstractmethod
+    def GetUsage(
+        self,
+        request: _admin_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetUsageResponse, _abc.Awaitable[_admin_pb2.GetUsageResponse]]:
+        """What orgs have used, by day, model and class."""
+
+    @_abc_1.abstractmethod
+    def ListAudit(
+        self,
+        request: _admin_pb2.ListAuditRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListAuditResponse, _abc.Awaitable[_admin_pb2.ListAuditResponse]]:
+        """The latest acts of operators, newest first."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -292,6 +292,7 @@ class Started(_message.Message):
     LATENCY_CLASS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
+    LOWERED_FROM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Our id of the request."""
     model: _builtins.str
@@ -306,6 +307,8 @@ class Started(_message.Message):
     """The seed in use: the client's, or the one that was drawn."""
     label: _builtins.str
     """The client's label."""
+    lowered_from: _types_pb2.LatencyClass.ValueType
+    """The class that was asked for, where the org's ceiling lowered it; else unspecified."""
     def __init__(
         self,
         *,
@@ -316,10 +319,11 @@ class Started(_message.Message):
         latency_class: _types_pb2.LatencyClass.ValueType = ...,
         seed: _builtins.int = ...,
         label: _builtins.str = ...,
+        lowered_from: _types_pb2.LatencyClass.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["label", b"label", "latency_class", b"latency_class", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["label", b"label", "latency_class", b"latency_class", "lowered_from", b"lowered_from", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "system_fingerprint", b"system_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,110 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class AuthenticateRequest(_message.Message):
+    """An API key, hashed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    key_hash: _builtins.bytes
+    """SHA-256 of the whole key, 32 bytes: the key itself never leaves the gateway."""
+    def __init__(
+        self,
+        *,
+        key_hash: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_hash", b"key_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuthenticateRequest: _TypeAlias = AuthenticateRequest  # noqa: Y015
+
+@_typing.final
+class AuthenticateResponse(_message.Message):
+    """The key's owner."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    ORG_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_FIELD_NUMBER: _builtins.int
+    key_id: _builtins.str
+    """Public name of the key, for audits."""
+    org: _builtins.str
+    """Org that it speaks for."""
+    expires_at: _builtins.float
+    """Unix seconds after which it is worthless; 0: never."""
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"user", "operator"."""
+
+    def __init__(
+        self,
+        *,
+        key_id: _builtins.str = ...,
+        org: _builtins.str = ...,
+        roles: _abc.Iterable[_builtins.str] | None = ...,
+        expires_at: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_at", b"expires_at", "key_id", b"key_id", "org", b"org", "roles", b"roles"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuthenticateResponse: _TypeAlias = AuthenticateResponse  # noqa: Y015
+
+@_typing.final
+class GetOrgRequest(_message.Message):
+    """Asks for an org's policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The org."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["org", b"org"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetOrgRequest: _TypeAlias = GetOrgRequest  # noqa: Y015
+
+@_typing.final
+class GetOrgResponse(_message.Message):
+    """An org's policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def policy(self) -> _types_pb2.OrgPolicy:
+        """Complete."""
+
+    def __init__(
+        self,
+        *,
+        policy: _types_pb2.OrgPolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetOrgResponse: _TypeAlias = GetOrgResponse  # noqa: Y015
+
+@_typing.final
 class Ticket(_message.Message):
     """What the queue knows of a request."""
 
@@ -191,6 +295,9 @@ class Lease(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     QUEUED_SECONDS_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_SECONDS_FIELD_NUMBER: _builtins.int
+    TPOT_TARGET_SECONDS_FIELD_NUMBER: _builtins.int
+    QUOTA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     epoch: _builtins.int
@@ -203,6 +310,14 @@ class Lease(_message.Message):
     """host:port of its WorkerService."""
     queued_seconds: _builtins.float
     """Seconds waited in the queue."""
+    ttft_target_seconds: _builtins.float
+    """The class's target for the first token, from the gateway's first sight of the request; 0: none."""
+    tpot_target_seconds: _builtins.float
+    """The class's target for each further token; 0: none."""
+    @_builtins.property
+    def quota(self) -> _types_pb2.QuotaState:
+        """Where the org's quota stands after this request was reserved."""
+
     def __init__(
         self,
         *,
@@ -212,10 +327,13 @@ class Lease(_message.Message):
         incarnation: _builtins.str = ...,
         address: _builtins.str = ...,
         queued_seconds: _builtins.float = ...,
+        ttft_target_seconds: _builtins.float = ...,
+        tpot_target_seconds: _builtins.float = ...,
+        quota: _types_pb2.QuotaState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "incarnation", b"incarnation", "queued_seconds", b"queued_seconds", "request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "incarnation", b"incarnation", "queued_seconds", b"queued_seconds", "quota", b"quota", "request_id", b"request_id", "tpot_target_seconds", b"tpot_target_seconds", "ttft_target_seconds", b"ttft_target_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,16 @@ class SchedulerServiceStub:
                 request_serializer=forebay_dot_v1_dot_scheduler__pb2.AttachRequest.SerializeToString,
                 response_deserializer=forebay_dot_v1_dot_scheduler__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.Authenticate = channel.unary_unary(
+                '/forebay.v1.SchedulerService/Authenticate',
+                request_serializer=forebay_dot_v1_dot_scheduler__pb2.AuthenticateRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_scheduler__pb2.AuthenticateResponse.FromString,
+                _registered_method=True)
+        self.GetOrg = channel.unary_unary(
+                '/forebay.v1.SchedulerService/GetOrg',
+                request_serializer=forebay_dot_v1_dot_scheduler__pb2.GetOrgRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_scheduler__pb2.GetOrgResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -61,7 +71,8 @@ class SchedulerServiceServicer:
         second), then one Placed, then the end. Dropping the stream before Placed withdraws the ticket. Idempotent by request id:
         placing again a ticket that is placed already answers the same lease, unless its epoch is named as lost.
         DEADLINE_EXCEEDED: the deadline passed in the queue. UNAVAILABLE + RetryInfo: no worker serves the model, or the queue is full.
-        INVALID_ARGUMENT: no worker could ever hold it.
+        INVALID_ARGUMENT: no worker could ever hold it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
+        concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,6 +87,20 @@ class SchedulerServiceServicer:
 
     def Attach(self, request_iterator, context):
         """A worker's whole life: Register first, then a Heartbeat each second; commands come down. Losing the stream marks it down.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Authenticate(self, request, context):
+        """Whose API key this is. UNAUTHENTICATED: none's, revoked or expired. Answers may be kept for some seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetOrg(self, request, context):
+        """What an org was promised; an org that no policy names has the default tier's. Answers may be kept for some seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +123,16 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=forebay_dot_v1_dot_scheduler__pb2.AttachRequest.FromString,
                     response_serializer=forebay_dot_v1_dot_scheduler__pb2.AttachResponse.SerializeToString,
+            ),
+            'Authenticate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Authenticate,
+                    request_deserializer=forebay_dot_v1_dot_scheduler__pb2.AuthenticateRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_scheduler__pb2.AuthenticateResponse.SerializeToString,
+            ),
+            'GetOrg': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOrg,
+                    request_deserializer=forebay_dot_v1_dot_scheduler__pb2.GetOrgRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_scheduler__pb2.GetOrgResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -182,6 +217,60 @@ class SchedulerService:
             '/forebay.v1.SchedulerService/Attach',
             forebay_dot_v1_dot_scheduler__pb2.AttachRequest.SerializeToString,
             forebay_dot_v1_dot_scheduler__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Authenticate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.SchedulerService/Authenticate',
+            forebay_dot_v1_dot_scheduler__pb2.AuthenticateRequest.SerializeToString,
+            forebay_dot_v1_dot_scheduler__pb2.AuthenticateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetOrg(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.SchedulerService/GetOrg',
+            forebay_dot_v1_dot_scheduler__pb2.GetOrgRequest.SerializeToString,
+            forebay_dot_v1_dot_scheduler__pb2.GetOrgResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,12 +38,17 @@ class SchedulerServiceStub:
     second), then one Placed, then the end. Dropping the stream before Placed withdraws the ticket. Idempotent by request id:
     placing again a ticket that is placed already answers the same lease, unless its epoch is named as lost.
     DEADLINE_EXCEEDED: the deadline passed in the queue. UNAVAILABLE + RetryInfo: no worker serves the model, or the queue is full.
-    INVALID_ARGUMENT: no worker could ever hold it.
+    INVALID_ARGUMENT: no worker could ever hold it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
+    concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
     """
     Finish: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRequest, _scheduler_pb2.FinishResponse]
     """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so."""
     Attach: _grpc.StreamStreamMultiCallable[_scheduler_pb2.AttachRequest, _scheduler_pb2.AttachResponse]
     """A worker's whole life: Register first, then a Heartbeat each second; commands come down. Losing the stream marks it down."""
+    Authenticate: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.AuthenticateRequest, _scheduler_pb2.AuthenticateResponse]
+    """Whose API key this is. UNAUTHENTICATED: none's, revoked or expired. Answers may be kept for some seconds."""
+    GetOrg: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetOrgRequest, _scheduler_pb2.GetOrgResponse]
+    """What an org was promised; an org that no policy names has the default tier's. Answers may be kept for some seconds."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -55,12 +60,17 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     second), then one Placed, then the end. Dropping the stream before Placed withdraws the ticket. Idempotent by request id:
     placing again a ticket that is placed already answers the same lease, unless its epoch is named as lost.
     DEADLINE_EXCEEDED: the deadline passed in the queue. UNAVAILABLE + RetryInfo: no worker serves the model, or the queue is full.
-    INVALID_ARGUMENT: no worker could ever hold it.
+    INVALID_ARGUMENT: no worker could ever hold it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
+    concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
     """
     Finish: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRequest, _scheduler_pb2.FinishResponse]  # type: ignore[assignment]
     """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so."""
     Attach: _aio.StreamStreamMultiCallable[_scheduler_pb2.AttachRequest, _scheduler_pb2.AttachResponse]  # type: ignore[assignment]
     """A worker's whole life: Register first, then a Heartbeat each second; commands come down. Losing the stream marks it down."""
+    Authenticate: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.AuthenticateRequest, _scheduler_pb2.AuthenticateResponse]  # type: ignore[assignment]
+    """Whose API key this is. UNAUTHENTICATED: none's, revoked or expired. Answers may be kept for some seconds."""
+    GetOrg: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetOrgRequest, _scheduler_pb2.GetOrgResponse]  # type: ignore[assignment]
+    """What an org was promised; an org that no policy names has the default tier's. Answers may be kept for some seconds."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Where and when. Any number of schedulers share one Redis; a caller may use any of them and change between calls."""
@@ -75,7 +85,8 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         second), then one Placed, then the end. Dropping the stream before Placed withdraws the ticket. Idempotent by request id:
         placing again a ticket that is placed already answers the same lease, unless its epoch is named as lost.
         DEADLINE_EXCEEDED: the deadline passed in the queue. UNAVAILABLE + RetryInfo: no worker serves the model, or the queue is full.
-        INVALID_ARGUMENT: no worker could ever hold it.
+        INVALID_ARGUMENT: no worker could ever hold it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
+        concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
         """
 
     @_abc_1.abstractmethod
@@ -93,5 +104,21 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.AttachResponse], _abc.AsyncIterator[_scheduler_pb2.AttachResponse]]:
         """A worker's whole life: Register first, then a Heartbeat each second; commands come down. Losing the stream marks it down."""
+
+    @_abc_1.abstractmethod
+    def Authenticate(
+        self,
+        request: _scheduler_pb2.AuthenticateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.AuthenticateResponse, _abc.Awaitable[_scheduler_pb2.AuthenticateResponse]]:
+        """Whose API key this is. UNAUTHENTICATED: none's, revoked or expired. Answers may be kept for some seconds."""
+
+    @_abc_1.abstractmethod
+    def GetOrg(
+        self,
+        request: _scheduler_pb2.GetOrgRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.GetOrgResponse, _abc.Awaitable[_scheduler_pb2.GetOrgResponse]]:
+        """What an org was promised; an org that no policy names has the default tier's. Answers may be kept for some seconds."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -472,3 +472,115 @@ class Usage(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
+
+@_typing.final
+class OrgPolicy(_message.Message):
+    """What an org was promised: its policy file's entry, or its tier's, under what operators have set since. 0 means without limit where a
+    limit is meant.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    REQUESTS_BURST_FIELD_NUMBER: _builtins.int
+    TOKENS_BURST_FIELD_NUMBER: _builtins.int
+    DEFAULT_CLASS_FIELD_NUMBER: _builtins.int
+    CEILING_CLASS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    MAX_CONCURRENT_FIELD_NUMBER: _builtins.int
+    KV_SHARE_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The org."""
+    tier: _builtins.str
+    """Name of the tier that fills in what the org's own entry leaves out."""
+    requests_per_minute: _builtins.int
+    """Requests and tokens (prompt + output) that its buckets regain in a minute."""
+    tokens_per_minute: _builtins.int
+    """See requests_per_minute."""
+    requests_burst: _builtins.int
+    """What its buckets hold when full: most requests, and tokens, at once."""
+    tokens_burst: _builtins.int
+    """See requests_burst."""
+    default_class: Global___LatencyClass.ValueType
+    """Class of requests that name none."""
+    ceiling_class: Global___LatencyClass.ValueType
+    """Most urgent class that it may have; a request above is lowered to it, and told so."""
+    max_concurrent: _builtins.int
+    """Requests that may be queued or running at once."""
+    kv_share: _builtins.float
+    """Largest share of one worker's cache blocks that its requests may hold, over 0 .. 1."""
+    weight: _builtins.float
+    """Its share against other orgs of one class: tokens are divided by it. Over 0; 1 by default."""
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Models that it may use, by name or with `*` for any characters. Empty: all."""
+
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        tier: _builtins.str = ...,
+        requests_per_minute: _builtins.int = ...,
+        tokens_per_minute: _builtins.int = ...,
+        requests_burst: _builtins.int = ...,
+        tokens_burst: _builtins.int = ...,
+        default_class: Global___LatencyClass.ValueType = ...,
+        ceiling_class: Global___LatencyClass.ValueType = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+        max_concurrent: _builtins.int = ...,
+        kv_share: _builtins.float = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ceiling_class", b"ceiling_class", "default_class", b"default_class", "kv_share", b"kv_share", "max_concurrent", b"max_concurrent", "models", b"models", "org", b"org", "requests_burst", b"requests_burst", "requests_per_minute", b"requests_per_minute", "tier", b"tier", "tokens_burst", b"tokens_burst", "tokens_per_minute", b"tokens_per_minute", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrgPolicy: _TypeAlias = OrgPolicy  # noqa: Y015
+
+@_typing.final
+class QuotaState(_message.Message):
+    """Where an org stands with its quota. A limit of 0: there is none, and the two numbers behind it mean nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_LIMIT_FIELD_NUMBER: _builtins.int
+    REQUESTS_REMAINING_FIELD_NUMBER: _builtins.int
+    REQUESTS_RESET_SECONDS_FIELD_NUMBER: _builtins.int
+    TOKENS_LIMIT_FIELD_NUMBER: _builtins.int
+    TOKENS_REMAINING_FIELD_NUMBER: _builtins.int
+    TOKENS_RESET_SECONDS_FIELD_NUMBER: _builtins.int
+    requests_limit: _builtins.int
+    """Requests that its bucket holds when full."""
+    requests_remaining: _builtins.int
+    """Requests left now."""
+    requests_reset_seconds: _builtins.float
+    """Seconds until that bucket is full again."""
+    tokens_limit: _builtins.int
+    """Tokens that its bucket holds when full."""
+    tokens_remaining: _builtins.int
+    """Tokens left now."""
+    tokens_reset_seconds: _builtins.float
+    """Seconds until that bucket is full again."""
+    def __init__(
+        self,
+        *,
+        requests_limit: _builtins.int = ...,
+        requests_remaining: _builtins.int = ...,
+        requests_reset_seconds: _builtins.float = ...,
+        tokens_limit: _builtins.int = ...,
+        tokens_remaining: _builtins.int = ...,
+        tokens_reset_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests_limit", b"requests_limit", "requests_remaining", b"requests_remaining", "requests_reset_seconds", b"requests_reset_seconds", "tokens_limit", b"tokens_limit", "tokens_remaining", b"tokens_remaining", "tokens_reset_seconds", b"tokens_reset_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuotaState: _TypeAlias = QuotaState  # noqa: Y015

@@ -37,6 +37,9 @@ class WorkerServiceGenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     DELIVERED_FIELD_NUMBER: _builtins.int
     FINISHED_CHOICES_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_SECONDS_FIELD_NUMBER: _builtins.int
+    TPOT_TARGET_SECONDS_FIELD_NUMBER: _builtins.int
+    WAITED_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     epoch: _builtins.int
@@ -53,6 +56,12 @@ class WorkerServiceGenerateRequest(_message.Message):
     """Never unspecified."""
     cache_salt: _builtins.bytes
     """Keys the prefix cache: derived from the org, so that no org sees another's hits. 32 bytes."""
+    ttft_target_seconds: _builtins.float
+    """The class's target for the first token, from the gateway's first sight of the request; 0: none."""
+    tpot_target_seconds: _builtins.float
+    """The class's target for each further token; 0: none."""
+    waited_seconds: _builtins.float
+    """Seconds since the gateway's first sight of the request."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -84,10 +93,13 @@ class WorkerServiceGenerateRequest(_message.Message):
         sampling: _types_pb2.SamplingParams | None = ...,
         delivered: _abc.Iterable[_types_pb2.TokenIds] | None = ...,
         finished_choices: _abc.Iterable[_builtins.int] | None = ...,
+        ttft_target_seconds: _builtins.float = ...,
+        tpot_target_seconds: _builtins.float = ...,
+        waited_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "epoch", b"epoch", "finished_choices", b"finished_choices", "incarnation", b"incarnation", "latency_class", b"latency_class", "model", b"model", "model_version", b"model_version", "org", b"org", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "epoch", b"epoch", "finished_choices", b"finished_choices", "incarnation", b"incarnation", "latency_class", b"latency_class", "model", b"model", "model_version", b"model_version", "org", b"org", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tpot_target_seconds", b"tpot_target_seconds", "ttft_target_seconds", b"ttft_target_seconds", "waited_seconds", b"waited_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
