@@ -125,7 +125,18 @@ class EngineConfig:
     draft_level: str | None = None  # of a second copy of the weights, which drafts; None: lookups in a sequence's own past do
     verification: Verification = Verification.GUMBEL
     host_blocks: int = 0  # what the prefix cache evicts goes on in as many blocks of host memory
+    swap_blocks: int = 0  # so many blocks of preempted sequences, at most, are kept in host memory, too, and are never given up
     max_step_copies: int = 256  # blocks copied there in one step, and as many back: at 2 MiB over PCIe some 20 ms each way
+
+    @property
+    def num_host_slots(self) -> int:
+        """Blocks of host memory, whatever they are for."""
+        return self.host_blocks + self.swap_blocks
+
+    @property
+    def recomputes_exactly(self) -> bool:
+        """Whether tokens computed again, in other company, come out with the same bits (ARCHITECTURE.md, decisions 13 and 19)."""
+        return self.device == "cpu"
 
     @property
     def cache_format(self) -> str:

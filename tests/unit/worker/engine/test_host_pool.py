@@ -409,7 +409,7 @@ class _Bus(FakeRunner):
     """A runner on which time passes: a second per page, and `token_seconds` per computed token."""
 
     def __init__(self, config: EngineConfig, token_seconds: float) -> None:
-        super().__init__(config.num_blocks, config.block_size, host_blocks=config.host_blocks, before_execute=self._compute)
+        super().__init__(config.num_blocks, config.block_size, host_blocks=config.num_host_slots, before_execute=self._compute)
         self.now = 0.0
         self.token_seconds = token_seconds
 
