@@ -179,17 +179,24 @@ async def test_realtime_takes_a_slot_from_batch_whose_stream_pauses_and_goes_on(
         return any(span.sequence.latency_class == 1 and span.sequence.num_output_tokens == 2 for span in batch.spans)
 
     async with serving(max_sequences=2, swap_blocks=8) as worker:
-        worker.runner.hold(lambda batch: len(batch.spans) == 2 and all(span.sequence.num_output_tokens >= 3 for span in batch.spans))
+        worker.runner.hold()
         batch = [worker.stub.Generate(worker.request(f"r{i}", latency_class=3, max_tokens=30)) for i in range(2)]
         for call in batch:
             await call.read()
+        await until(worker.runner.held.is_set)
+        worker.runner.hold_later(lambda batch: all(span.sequence.num_output_tokens >= 3 for span in batch.spans))
         await until(worker.runner.held.is_set)
         urgent = worker.stub.Generate(worker.request("now", latency_class=1, max_tokens=4))
         await urgent.read()
         worker.runner.hold_later(is_urgent)
         await until(worker.runner.held.is_set)
-        held = [(usage.latency_class, usage.num_slots, usage.num_blocks) for usage in worker.worker.heartbeat().class_usage]
-        assert held == [(1, 1, 1), (3, 2, 2)], "the paused one holds its place, and no block"
+        heartbeat = worker.worker.heartbeat()
+        assert [(usage.latency_class, usage.num_slots) for usage in heartbeat.class_usage] == [(1, 1), (3, 2)], (
+            "one pauses, and has its place"
+        )
+        blocks = {lease.request_id: lease.num_blocks for lease in heartbeat.leases}
+        assert blocks.pop("now") == heartbeat.class_usage[0].num_blocks > 0
+        assert min(blocks.values()) == 0 < max(blocks.values()) == heartbeat.class_usage[1].num_blocks
         worker.runner.release()
         assert (await hear(urgent)).tokens() == continuation([1, 2, 3], 4)
         heard = await asyncio.gather(*map(hear, batch))
