@@ -27,6 +27,7 @@ class Metrics:
         self.placements = Counter("forebay_placements", "Leases committed by this scheduler.", line, registry=self.registry)
         self.refused_commits = Counter("forebay_commits_refused", "Placements that lost a race.", ("reason",), registry=self.registry)
         self.finished = Counter("forebay_finished", "Requests ended, as told here.", (*line, "reason"), registry=self.registry)
+        self.shed = Counter("forebay_shed", "Requests refused by or put out of a full queue, as told here.", line, registry=self.registry)
         self.live_leases = Gauge("forebay_leases", "Live leases, in the whole mesh.", registry=self.registry)
         self.workers_ready = Gauge("forebay_workers_ready", "Attached workers that take new work.", ("model",), registry=self.registry)
         self.waiting_streams = Gauge("forebay_place_streams", "Place streams waiting at this scheduler.", registry=self.registry)

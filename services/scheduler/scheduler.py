@@ -13,7 +13,7 @@ from services.scheduler.dispatcher import Dispatcher
 from services.scheduler.keeper import Keeper
 from services.scheduler.ledger import Lease, Ledger, Timing
 from services.scheduler.metrics import Metrics
-from services.scheduler.policy.pick import Rules
+from services.scheduler.policy.rules import Rules
 from services.scheduler.registry import Registry
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.store import Store
@@ -49,7 +49,7 @@ class Options:
             poll_seconds=settings.poll_seconds,
             default_deadline_seconds=settings.default_deadline_seconds,
             timing=Timing(settings.stream_gone_seconds, settings.start_seconds, settings.lease_seconds),
-            rules=Rules(settings.output_estimate_tokens),
+            rules=Rules(settings.output_estimate_tokens, preemptible=settings.preemption, fifo=settings.queue_order == "arrival"),
         )
 
 
@@ -58,6 +58,7 @@ class Scheduler:
 
     def __init__(self, store: Store, options: Options) -> None:
         self.options = options
+        self.rules = options.rules
         self.store = store
         self.metrics = Metrics(lambda: store.num_failures)
         self.registry = Registry(liveness_seconds=options.liveness_seconds)
@@ -66,11 +67,11 @@ class Scheduler:
         self._instance = f"{options.scheduler_id}/{secrets.token_hex(4)}"
         self.ledger = Ledger(store, self._instance, max_queued=options.max_queued, timing=options.timing)
         self.keeper = Keeper(
-            self.ledger, self.registry, self.waiting, self.metrics,
+            self.ledger, self.registry, lambda: self.rules, self.waiting, self.metrics,
             poll_seconds=options.poll_seconds, no_worker_seconds=options.no_worker_seconds,
         )  # fmt: skip
         self.dispatcher = Dispatcher(
-            self.ledger, self.registry, options.rules, self.metrics, poll_seconds=options.poll_seconds, delivered=self.placed
+            self.ledger, self.registry, lambda: self.rules, self.metrics, poll_seconds=options.poll_seconds, delivered=self.placed
         )
         self.stopping = False
         self._holders = itertools.count(1)
@@ -133,5 +134,7 @@ class Scheduler:
                 continue
             if event["event"] == "placed":
                 self.placed(Lease.parse(event["lease"]), event["line"])
+            elif event["event"] == "shed":
+                self.keeper.shed(event["request_id"], event["depth"])
             else:
                 asyncio.get_running_loop().call_later(self.options.peer_delay_seconds, self.dispatcher.wake)

@@ -14,9 +14,10 @@ from services.scheduler.ledger import Held, Lease
 from services.scheduler.metrics import class_label, finish_label
 from services.scheduler.policy.order import Ticket
 from services.scheduler.policy.pick import impossible
+from services.scheduler.policy.rules import ClassRules
 from services.scheduler.registry import as_worker
 from services.scheduler.scheduler import Scheduler
-from services.scheduler.waiting import Position, Waiter
+from services.scheduler.waiting import Position, Waiter, deadline_passed
 
 LOG = log.get(__name__)
 SERVICES = ["forebay.v1.SchedulerService", "forebay.v1.AdminService"]
@@ -63,7 +64,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             lease = await self._wait(waiter, context)
             reason = None
         except StatusError as error:
-            reason = None if error.reason in ("STOPPING", "SUPERSEDED") else error.reason.lower()
+            reason = None if error.reason in ("STOPPING", "SUPERSEDED", "SHED") else error.reason.lower()
             raise
         finally:
             scheduler.waiting.remove(waiter)
@@ -71,7 +72,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 scheduler.errand(self._withdraw(waiter, enqueuing, reason))
         ticket = waiter.ticket
         scheduler.metrics.queue_wait.labels(ticket.model, class_label(ticket.latency_class)).observe(lease.queued_seconds)
-        await context.write(_placed(lease))
+        await context.write(_placed(lease, scheduler.rules.classes[ticket.latency_class]))
 
     async def _wait(self, waiter: Waiter, context: PlaceContext) -> Lease:
         try:
@@ -97,7 +98,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         seconds = min(seconds, context.time_remaining() or seconds)
         if seconds <= 0:
             raise deadline_passed()
-        problem = impossible(ticket, scheduler.registry.known(time.monotonic()))
+        problem = impossible(ticket, scheduler.registry.known(time.monotonic()), scheduler.rules.share_of(ticket.org))
         if problem is not None:
             raise invalid(*problem)
         unserved = scheduler.keeper.unserved(ticket)
@@ -270,12 +271,7 @@ def gone() -> StatusError:
     return StatusError(Code.CANCELLED, "the caller has gone", reason="WITHDRAWN")
 
 
-def deadline_passed() -> StatusError:
-    """For a request that waited too long."""
-    return StatusError(Code.DEADLINE_EXCEEDED, "the deadline passed while the request was queued", reason="DEADLINE")
-
-
-def _placed(lease: Lease) -> scheduler_pb2.PlaceResponse:
+def _placed(lease: Lease, rules: ClassRules) -> scheduler_pb2.PlaceResponse:
     return scheduler_pb2.PlaceResponse(
         placed=scheduler_pb2.Lease(
             request_id=lease.request_id,
@@ -284,5 +280,7 @@ def _placed(lease: Lease) -> scheduler_pb2.PlaceResponse:
             incarnation=lease.incarnation,
             address=lease.address,
             queued_seconds=lease.queued_seconds,
+            ttft_target_seconds=rules.ttft_target,
+            tpot_target_seconds=rules.tpot_target,
         )
     )
