@@ -9,7 +9,9 @@ from services.common.errors import Code, StatusError, unavailable
 from services.scheduler import keys
 from services.scheduler.ledger import Ended, Finished, Full, Lease, Ledger, News, Survey
 from services.scheduler.metrics import Metrics, class_label
+from services.scheduler.orgs import Orgs
 from services.scheduler.policy.order import Pace, Ticket, positions
+from services.scheduler.quota import Over, refusal
 from services.scheduler.registry import Registry
 from services.scheduler.waiting import Position, Waiter, Waiting, superseded
 
@@ -21,12 +23,21 @@ class Keeper:
     """Everything here is repeated, so it may fail at any time: the next round does what this one could not."""
 
     def __init__(
-        self, ledger: Ledger, registry: Registry, waiting: Waiting, metrics: Metrics, *, poll_seconds: float, no_worker_seconds: float
+        self,
+        ledger: Ledger,
+        registry: Registry,
+        waiting: Waiting,
+        metrics: Metrics,
+        orgs: Orgs,
+        *,
+        poll_seconds: float,
+        no_worker_seconds: float,
     ) -> None:
         self._ledger = ledger
         self._registry = registry
         self._waiting = waiting
         self._metrics = metrics
+        self._orgs = orgs
         self._poll_seconds = poll_seconds
         self._no_worker_seconds = no_worker_seconds
         self._started_at = time.monotonic()
@@ -59,21 +70,29 @@ class Keeper:
 
     async def enqueue(self, waiter: Waiter) -> None:
         """Queues a waiter's ticket, for the first time or because Redis has lost it, and settles the waiter if that ends the wait."""
+        org = self._orgs.get(waiter.ticket.org)
         answer = await self._ledger.enqueue(
             waiter.ticket,
             waiter.holder,
+            org,
             deadline_seconds=waiter.deadline_at - time.monotonic(),
             lost_epoch=waiter.lost_epoch,
             traceparent=waiter.traceparent,
         )
         match answer:
             case Lease():
+                waiter.quota = answer.quota
                 waiter.settle(answer)
+            case Over():
+                for kind in answer.kinds:
+                    self._metrics.quota_refused.labels(kind).inc()
+                waiter.settle(refusal(waiter.ticket, org, answer))
             case Full():
                 waiter.settle(self._full(waiter.ticket, answer))
             case Finished():
                 waiter.settle(StatusError(Code.ALREADY_EXISTS, f"request {waiter.ticket.request_id} has ended: use a new id"))
             case _:
+                waiter.quota = answer.quota
                 waiter.queued(answer.order, time.monotonic() + answer.left_seconds)
 
     def left(self, line: str) -> None:

@@ -1,16 +1,18 @@
--- Queues a ticket, or says where it stands. Idempotent by request id: any scheduler may be asked, any number of times.
+-- Queues a ticket and reserves its org's quota, or says where it stands. Idempotent by request id: any scheduler may be asked, any number of times.
 -- A ticket whose lease is named as lost comes back to its old place, as does one that was withdrawn, dropped or expired.
 -- KEYS: 1 ticket
 -- ARGV: 1 request id, 2 spec (JSON), 3 queue, 4 line, 5 class, 6 deadline (ms from now), 7 holder, 8 excluded workers (JSON),
---       9 lost epoch, 10 tokens delivered, 11 order if the caller knows it from before, else 0, 12 most tickets in the line, 13 scheduler instance
--- Output: {'queued', order, ms waited, ms left} | {'placed', lease...} | {'full', tickets in the line} | {'finished'}
+--       9 lost epoch, 10 tokens delivered, 11 order if the caller knows it from before, else 0, 12 most tickets in the line, 13 scheduler instance,
+--       14 quota (JSON, see reserve; also prompt: tokens in it)
+-- Output: {'queued', quota state, order, ms waited, ms left} | {'placed', quota state, lease...} | {'full', tickets in the line} | {'finished'} |
+--         {'over', quota state, kinds, ms until the buckets have enough}
 local id, queue, line, lost, known, most = ARGV[1], ARGV[3], ARGV[4], tonumber(ARGV[9]), tonumber(ARGV[11]), tonumber(ARGV[12])
 local t = read_ticket(id)
 
 if t and t.state == 'placed' then
   if lost < tonumber(t.epoch) then
     redis.call('HSET', KEYS[1], 'holder', ARGV[7])
-    return {'placed', unpack(lease_of(t))}
+    return {'placed', quota_state(read_debts(cjson.decode(queue)[3])), unpack(lease_of(t))}
   end
   -- Refused by a worker that this gateway can reach: it has less room than we think, until its next heartbeat says how much.
   local excluded = false
@@ -27,6 +29,10 @@ elseif not t and lost == 0 and known == 0 then
   if depth >= most then return {'full', depth} end
 end
 
+local quota = cjson.decode(ARGV[14])
+local state, short, wait = reserve(id, cjson.decode(queue)[3], quota, lost > 0 or known > 0)
+if short then return {'over', state, short, wait} end
+
 local order, enqueued, deadline = t and t.order, t and t.enqueued, t and t.deadline
 if not order then
   -- Arrival time in microseconds, and always above the last: so order survives a lost Redis and a clock set back.
@@ -38,11 +44,12 @@ deadline = deadline or NOW + tonumber(ARGV[6])
 local epoch = math.max(lost, t and tonumber(t.epoch) or 0)
 
 redis.call('HSET', KEYS[1], 'spec', ARGV[2], 'queue', queue, 'line', line, 'class', ARGV[5], 'deadline', int(deadline), 'holder', ARGV[7],
-           'excluded', ARGV[8], 'asked', int(NOW), 'delivered', ARGV[10], 'order', int(order), 'enqueued', int(enqueued), 'epoch', int(epoch), 'started', 0, 'tokens', 0)
+           'excluded', ARGV[8], 'asked', int(NOW), 'delivered', ARGV[10], 'order', int(order), 'enqueued', int(enqueued), 'epoch', int(epoch), 'started', 0, 'tokens', 0,
+           'prompt', int(quota.prompt), 'reserved', int(quota.tokens))
 if t and t.state == 'queued' then
   redis.call('ZADD', K.held, NOW, id)
 else
   enqueue({id = id, queue = queue, line = line, order = order})
   publish({event = 'queued', from = ARGV[13]})
 end
-return {'queued', int(order), NOW - enqueued, deadline - NOW}
+return {'queued', state, int(order), NOW - enqueued, deadline - NOW}
