@@ -11,8 +11,10 @@ import grpc
 
 from forebay.v1 import admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.common import errors, rpc
+from services.policy.org import OrgPolicy
+from services.policy.watched import PolicyFile
 from services.scheduler import keys
-from services.scheduler.ledger import Held, Lease, Ledger, Queued, Timing, View
+from services.scheduler.ledger import Held, Lease, Ledger, Queued, Settlement, Timing, View
 from services.scheduler.policy.order import Ticket
 from services.scheduler.policy.pick import Placement, ServedModel, Worker
 from services.scheduler.policy.rules import Rules
@@ -51,9 +53,16 @@ class LedgerBench:
         self.store = store
         self.ledger = Ledger(store, "s1", max_queued=max_queued, timing=timing)
 
-    async def enqueue(self, ticket: Ticket, holder: str = "h", *, lost_epoch: int = 0, deadline_seconds: float = 60.0) -> Any:
-        """See Ledger.enqueue."""
-        return await self.ledger.enqueue(ticket, holder, deadline_seconds=deadline_seconds, lost_epoch=lost_epoch)
+    async def enqueue(
+        self, ticket: Ticket, holder: str = "h", *, lost_epoch: int = 0, deadline_seconds: float = 60.0, org: OrgPolicy | None = None
+    ) -> Any:
+        """See Ledger.enqueue. Without a policy the org is not limited."""
+        org = org or OrgPolicy(ticket.org)
+        return await self.ledger.enqueue(ticket, holder, org, deadline_seconds=deadline_seconds, lost_epoch=lost_epoch)
+
+    async def finish(self, request_id: str, epoch: int, num_output_tokens: int) -> tuple[bool, str]:
+        """See Ledger.finish."""
+        return await self.ledger.finish(request_id, epoch, Settlement(prompt_tokens=16, completion_tokens=num_output_tokens))
 
     async def queue(self, ticket: Ticket, holder: str = "h") -> Ticket:
         """The ticket with its order, queued."""
@@ -167,13 +176,14 @@ class RunningScheduler:
 
 @asynccontextmanager
 async def running_scheduler(
-    url: str, scheduler_id: str = "s1", *, redis_timeout: float = 2.0, **options: Any
+    url: str, scheduler_id: str = "s1", *, redis_timeout: float = 2.0, policy: PolicyFile | None = None, **options: Any
 ) -> AsyncIterator[RunningScheduler]:
     """A whole scheduler with fast clocks."""
     store = Store(url, timeout_seconds=redis_timeout)
     await store.open(wait_seconds=5)
     fast: dict[str, Any] = {"poll_seconds": 0.05, "tell_seconds": 0.05, "no_worker_seconds": 0.5, "timing": Timing(1.0, 1.0, 1.5, 0.5)}
-    scheduler = Scheduler(store, Options(scheduler_id=scheduler_id, **{**fast, **options}))
+    scheduler = Scheduler(store, Options(scheduler_id=scheduler_id, **{**fast, **options}), policy)
+    await scheduler.orgs.refresh()
     server = rpc.server()
     add_services(server, scheduler)
     port = rpc.bind(server, "127.0.0.1:0")

@@ -11,9 +11,11 @@ from services.common.errors import Code, StatusError, unavailable
 from services.scheduler import keys
 from services.scheduler.ledger import Ended, Expired, Finished, Full, Lease, Ledger, News, Survey
 from services.scheduler.metrics import Metrics, class_label
+from services.scheduler.orgs import Orgs
 from services.scheduler.policy.order import Ticket, positions
 from services.scheduler.policy.pace import Pace, retry_seconds
 from services.scheduler.policy.rules import Rules
+from services.scheduler.quota import Over, refusal
 from services.scheduler.registry import Registry
 from services.scheduler.waiting import Position, Waiter, Waiting, deadline_passed, superseded
 
@@ -31,6 +33,7 @@ class Keeper:
         rules: Callable[[], Rules],
         waiting: Waiting,
         metrics: Metrics,
+        orgs: Orgs,
         *,
         poll_seconds: float,
         no_worker_seconds: float,
@@ -40,6 +43,7 @@ class Keeper:
         self._rules = rules
         self._waiting = waiting
         self._metrics = metrics
+        self._orgs = orgs
         self._poll_seconds = poll_seconds
         self._no_worker_seconds = no_worker_seconds
         self._started_at = time.monotonic()
@@ -73,16 +77,23 @@ class Keeper:
 
     async def enqueue(self, waiter: Waiter) -> None:
         """Queues a waiter's ticket, for the first time or because Redis has lost it, and settles the waiter if that ends the wait."""
+        org = self._orgs.get(waiter.ticket.org)
         answer = await self._ledger.enqueue(
             waiter.ticket,
             waiter.holder,
+            org,
             deadline_seconds=waiter.deadline_at - time.monotonic(),
             lost_epoch=waiter.lost_epoch,
             traceparent=waiter.traceparent,
         )
         match answer:
             case Lease():
+                waiter.quota = answer.quota
                 waiter.settle(answer)
+            case Over():
+                for kind in answer.kinds:
+                    self._metrics.quota_refused.labels(kind).inc()
+                waiter.settle(refusal(waiter.ticket, org, answer))
             case Full():
                 self._refuse(waiter, answer.num_waiting, shed=answer.shed)
             case Expired():
@@ -90,6 +101,7 @@ class Keeper:
             case Finished():
                 waiter.settle(StatusError(Code.ALREADY_EXISTS, f"request {waiter.ticket.request_id} has ended: use a new id"))
             case _:
+                waiter.quota = answer.quota
                 waiter.queued(answer.order, time.monotonic() + answer.left_seconds)
 
     def left(self, line: str) -> None:

@@ -16,8 +16,15 @@ worker:<id>            hash     incarnation, room used by class, blocks held by 
 leases:<worker>        set      request ids that this worker has leases of
 serving                zset     [model, version] by the last heartbeat of a worker that has it loaded
 order                  string   last order number given out
+quota:<org>            hash     what an org has taken from its buckets; gone when they are full
+live:<org>             set      request ids of an org that are queued or placed
+users:<day>            set      orgs that used anything on a day, counted from 1970; expires after 91 days, as does:
+usage:<day>:<org>      hash     counter:line -> what the org used
+orgs                   hash     org -> what operators have set over the policy file (JSON)
+api_keys               hash     SHA-256 of an API key, in hex -> whose it is (JSON)
+audit                  list     the latest acts of operators (JSON), newest first
 swept                  hash     when somebody last looked for what is overdue, and since when without a gap
-events                 channel  what other schedulers want to know at once: queued, placed, room, shed
+events                 channel  what other schedulers want to know at once: queued, placed, room, shed, orgs
 """
 
 import json
@@ -43,6 +50,13 @@ _PARTS = {
     "leases": "leases:",
     "serving": "serving",
     "order": "order",
+    "quota": "quota:",
+    "live": "live:",
+    "users": "users:",
+    "usage": "usage:",
+    "orgs": "orgs",
+    "api_keys": "api_keys",
+    "audit": "audit",
     "swept": "swept",
     "events": "events",
 }
@@ -55,6 +69,9 @@ STARTING = PREFIX + _PARTS["starting"]
 RUNNING = PREFIX + _PARTS["running"]
 DEADLINES = PREFIX + _PARTS["deadlines"]
 SWEPT = PREFIX + _PARTS["swept"]
+ORGS = PREFIX + _PARTS["orgs"]
+API_KEYS = PREFIX + _PARTS["api_keys"]
+AUDIT = PREFIX + _PARTS["audit"]
 
 LUA_TABLE = "local K = {" + ", ".join(f"{name} = '{PREFIX}{part}'" for name, part in _PARTS.items()) + "}\n"
 """Put in front of every script: the fixed keys and the stems of the others."""
@@ -88,6 +105,26 @@ def turns(line: str) -> str:
 def recent(model: str) -> str:
     """Key of what was placed of a model lately."""
     return PREFIX + _PARTS["recent"] + model
+
+
+def quota(org: str) -> str:
+    """Key of an org's buckets."""
+    return PREFIX + _PARTS["quota"] + org
+
+
+def live(org: str) -> str:
+    """Key of an org's live tickets."""
+    return PREFIX + _PARTS["live"] + org
+
+
+def users(day: int) -> str:
+    """Key of the orgs that used anything on a day."""
+    return f"{PREFIX}{_PARTS['users']}{day}"
+
+
+def usage(day: int, org: str) -> str:
+    """Key of what an org used on a day."""
+    return f"{PREFIX}{_PARTS['usage']}{day}:{org}"
 
 
 def line_name(model: str, latency_class: int) -> str:

@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from services.policy.classes import BATCH, REALTIME
+from services.policy.org import OrgPolicy
 from services.scheduler import keys
 from services.scheduler.policy.order import Fifo, Ticket, expected_output
 from services.scheduler.policy.pick import Placement, Worker, share_blocks
-from services.scheduler.policy.rules import BATCH, REALTIME, Rules
+from services.scheduler.policy.rules import Rules
+from services.scheduler.quota import UNKNOWN, Over, QuotaState, as_argument
 from services.scheduler.store import Call, Store
 
 
@@ -35,6 +38,8 @@ class Lease:
     incarnation: str
     address: str
     queued_seconds: float
+    quota: QuotaState = field(default=UNKNOWN, compare=False)
+    """Where the org stood when this was asked for; unknown, and left empty, where it was not."""
 
     @classmethod
     def parse(cls, reply: Sequence[Any]) -> "Lease":
@@ -50,6 +55,7 @@ class Queued:
     order: int
     waited_seconds: float
     left_seconds: float
+    quota: QuotaState = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,17 @@ class View:
     workers: list[Worker]
     fifos: list[Fifo]
     recent: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What a request has used, as its gateway says. `free`: nothing is charged for it."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    failed: bool = False
+    free: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,21 +146,23 @@ class Ledger:
         self._timing = timing or Timing()
 
     async def enqueue(
-        self, ticket: Ticket, holder: str, *, deadline_seconds: float, lost_epoch: int = 0, traceparent: str = ""
-    ) -> Queued | Lease | Full | Finished | Expired:
-        """Queues a ticket, or says where it stands. `ticket.order` is 0 unless its order is known from before."""
+        self, ticket: Ticket, holder: str, org: OrgPolicy, *, deadline_seconds: float, lost_epoch: int = 0, traceparent: str = ""
+    ) -> Queued | Lease | Full | Finished | Expired | Over:
+        """Queues a ticket and reserves its org's quota, or says where it stands. `ticket.order` is 0 unless it is known from before."""
         line = keys.line_name(ticket.model, ticket.latency_class)
         queue = keys.queue_name(ticket.model, ticket.latency_class, ticket.org)
         args: list[str | int] = [ticket.request_id, _write_spec(ticket, traceparent), queue, line, ticket.latency_class]
         args += [round(deadline_seconds * 1000), holder, json.dumps(sorted(ticket.excluded_workers)), lost_epoch]
-        args += [ticket.num_delivered_tokens, ticket.order, self._max_queued, self._id]
+        args += [ticket.num_delivered_tokens, ticket.order, self._max_queued, self._id, as_argument(ticket, org)]
         args += [keys.line_name(ticket.model, latency_class) for latency_class in range(BATCH, REALTIME - 1, -1)]
         kind, *rest = await self._store.run(Call("enqueue", [keys.ticket(ticket.request_id)], args))
         match kind:
             case "queued":
-                return Queued(int(rest[0]), rest[1] / 1000, rest[2] / 1000)
+                return Queued(int(rest[1]), rest[2] / 1000, rest[3] / 1000, QuotaState.parse(rest[0]))
             case "placed":
-                return Lease.parse(rest)
+                return replace(Lease.parse(rest[1:]), quota=QuotaState.parse(rest[0]))
+            case "over":
+                return Over(tuple(rest[1]), rest[2] / 1000, QuotaState.parse(rest[0]))
             case "full" | "shed":
                 return Full(int(rest[0]), shed=kind == "shed")
             case "expired":
@@ -170,17 +189,26 @@ class Ledger:
         return [Lease.parse(rest) if kind == "placed" else str(rest[0]) for kind, *rest in replies]
 
     def _commit_call(self, p: Placement, rules: Rules) -> Call:
-        w, ticket, share = p.worker, p.ticket, rules.share_of(p.ticket.org)
+        w, ticket, org = p.worker, p.ticket, rules.org(p.ticket.org)
         key_names = [keys.ticket(ticket.request_id), keys.worker(w.worker_id), keys.leases(w.worker_id), keys.recent(ticket.model)]
         counted = ticket.latency_class if rules.preemptible else BATCH
         args: list[str | int | float] = [ticket.request_id, w.worker_id, w.incarnation, w.address, p.num_slots, p.num_blocks]
-        args += [w.max_slots, p.max_blocks, counted, self._id, share_blocks(p.max_blocks, share)]
-        args += [ticket.num_prompt_tokens, expected_output(ticket, rules.output_estimate), share.weight]
+        args += [w.max_slots, p.max_blocks, counted, self._id, share_blocks(p.max_blocks, org)]
+        args += [ticket.num_prompt_tokens, expected_output(ticket, rules.output_estimate), org.weight]
         return Call("commit", key_names, args)
 
-    async def finish(self, request_id: str, epoch: int, num_output_tokens: int) -> tuple[bool, str]:
+    async def finish(self, request_id: str, epoch: int, used: Settlement) -> tuple[bool, str]:
         """(whether this call ended the lease, the name of its line)."""
-        ended, line = await self._store.run(Call("finish", [keys.ticket(request_id)], [request_id, epoch, num_output_tokens, self._id]))
+        args: list[str | int] = [
+            request_id,
+            epoch,
+            used.prompt_tokens,
+            used.completion_tokens,
+            used.cached_tokens,
+            int(used.failed),
+            int(used.free),
+        ]
+        ended, line = await self._store.run(Call("finish", [keys.ticket(request_id)], [*args, self._id]))
         return bool(ended), line
 
     async def withdraw(self, request_id: str, holder: str, reason: str) -> bool:

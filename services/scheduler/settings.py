@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -14,6 +15,9 @@ class SchedulerSettings(ServiceSettings):
 
     listen_address: HostPort = Field("127.0.0.1:50052", description="host:port of SchedulerService and AdminService")
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="redis://, rediss:// or unix:// URL of Redis 7.2 or Valkey 8, or later")
+    policy_file: Path | None = Field(
+        None, description="YAML file of orgs, tiers, classes and models, read again when it changes; without: no limits"
+    )
     scheduler_id: str = Field(
         default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}", description="name of this scheduler, for people"
     )

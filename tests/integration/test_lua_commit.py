@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from services.policy.org import OrgPolicy
 from services.scheduler import keys
 from services.scheduler.ledger import Lease
 from services.scheduler.policy.pick import Placement
-from services.scheduler.policy.rules import OrgShare, Rules
+from services.scheduler.policy.rules import Rules
 from tests.scheduler_harness import LedgerBench, make_ticket, make_worker
 
 
@@ -71,7 +72,7 @@ async def test_only_equal_and_higher_classes_count_unless_engines_do_not_preempt
 
 async def test_an_org_holds_no_more_than_its_share_of_a_worker(bench: LedgerBench) -> None:
     """In any class, and again once its leases have ended; the other orgs have the rest."""
-    worker, rules = make_worker(slots=9), Rules(share_of=lambda org: OrgShare(kv_share=0.5 if org == "acme" else 1.0))
+    worker, rules = make_worker(slots=9), Rules(org=lambda org: OrgPolicy(kv_share=0.5 if org == "acme" else 1.0))
     await bench.place(make_ticket("a", latency_class=3), worker, blocks=30)
     more, other = await bench.queue(make_ticket("b")), await bench.queue(make_ticket("c", org="42"))
     assert await bench.commit(more, worker, blocks=3, rules=rules) == "share"
@@ -80,7 +81,7 @@ async def test_an_org_holds_no_more_than_its_share_of_a_worker(bench: LedgerBenc
     assert (await bench.view(worker)).workers[0].org_blocks == {"acme": 32, "42": 34}
     again = await bench.queue(make_ticket("d"))
     assert await bench.commit(again, worker, blocks=1, rules=rules) == "share"
-    await bench.ledger.finish("b", 1, 3)
+    await bench.finish("b", 1, 3)
     assert isinstance(await bench.commit(again, worker, blocks=2, rules=rules), Lease)
 
 

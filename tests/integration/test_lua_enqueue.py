@@ -70,7 +70,7 @@ async def test_losing_a_lease_that_had_started_says_nothing_about_the_workers_ro
 
 async def test_a_finished_request_is_not_run_again(bench: LedgerBench) -> None:
     await bench.place(make_ticket("a"), make_worker())
-    assert await bench.ledger.finish("a", 1, 5) == (True, keys.line_name("tiny@fp32", 2))
+    assert await bench.finish("a", 1, 5) == (True, keys.line_name("tiny@fp32", 2))
     assert await bench.enqueue(make_ticket("a")) == Finished()
     assert await bench.enqueue(make_ticket("a"), lost_epoch=1) == Finished()
 

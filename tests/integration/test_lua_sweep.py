@@ -32,7 +32,7 @@ async def test_a_lease_that_is_not_renewed_is_settled_from_its_last_count(bench:
     await until(swept)
     assert ended == [Ended("a", "expired", keys.line_name("tiny@fp32", 2), 1, "w1", 42)]
     assert await bench.used(worker) == (0, 0)
-    assert await bench.ledger.finish("a", 1, 50) == (False, ""), "settled already"
+    assert await bench.finish("a", 1, 50) == (False, ""), "settled already"
 
 
 async def test_time_without_a_sweep_is_held_against_nobody(redis_server) -> None:

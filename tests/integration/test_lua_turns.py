@@ -2,11 +2,12 @@
 
 import pytest
 
+from services.policy.org import OrgPolicy
 from services.scheduler import keys
 from services.scheduler.ledger import Lease
 from services.scheduler.policy.order import Order
 from services.scheduler.policy.pick import plan
-from services.scheduler.policy.rules import OrgShare, Rules
+from services.scheduler.policy.rules import Rules
 from tests.scheduler_harness import LedgerBench, make_ticket, make_worker
 
 WORKER = make_worker(slots=99, num_blocks=9999)
@@ -37,11 +38,11 @@ async def test_a_placement_is_charged_by_weight_and_corrected_to_what_was_used(b
     await _queue(bench, "x", "x1", "x2", "x3")
     await _commit(bench, "x", "x1")
     assert await _served(bench, "x") == 150
-    await _commit(bench, "x", "x2", Rules(output_estimate=100, share_of=lambda _: OrgShare(weight=2.5)))
+    await _commit(bench, "x", "x2", Rules(output_estimate=100, org=lambda _: OrgPolicy(weight=2.5)))
     assert await _served(bench, "x") == 150 + 60
-    await bench.ledger.finish("x1", 1, 7)
+    await bench.finish("x1", 1, 7)
     assert await _served(bench, "x") == 57 + 60
-    await bench.ledger.finish("x2", 1, 350)
+    await bench.finish("x2", 1, 350)
     assert await _served(bench, "x") == 57 + 160
 
 
@@ -51,7 +52,7 @@ async def test_tokens_delivered_before_are_not_charged_twice(bench: LedgerBench)
     await bench.queue(ticket)
     assert isinstance(await bench.commit(ticket, WORKER, rules=RULES), Lease)
     assert await _served(bench, "x") == 50 + 30
-    await bench.ledger.finish("x1", 1, 110)
+    await bench.finish("x1", 1, 110)
     assert await _served(bench, "x") == 50 + 10
 
 
@@ -104,7 +105,7 @@ async def test_orgs_that_are_gone_are_forgotten(bench: LedgerBench) -> None:
     for i in range(20):
         await _queue(bench, f"org{i}", f"r{i}")
         await _commit(bench, f"org{i}", f"r{i}")
-        await bench.ledger.finish(f"r{i}", 1, 5)
+        await bench.finish(f"r{i}", 1, 5)
     assert await bench.raw("EXISTS", keys.turns(line)) == 0
     assert await bench.raw("ZCARD", f"{keys.PREFIX}spent:{line}") == 20
     for name in (f"spent:{line}", f"clock:{line}", "recent:tiny@fp32"):

@@ -1,23 +1,7 @@
--- In front of every script: the ticket's moves between states, and the room of workers. Time is Redis's own.
+-- In front of every script: the ticket's moves between states, and the room of workers.
 -- A ticket is queued -> placed -> ended, and may come back to queued at its old order from either.
 
 local ENDED_SECONDS = 300  -- how long an ended ticket is remembered: for idempotence, and to come back at its old place
-
-local function now_us()
-  local t = redis.call('TIME')
-  return t[1] * 1000000 + t[2]
-end
-
-local NOW_US = now_us()
-local NOW = math.floor(NOW_US / 1000)
-
-local function int(x)
-  return string.format('%.0f', tonumber(x) or 0)
-end
-
-local function real(x)
-  return string.format('%.17g', x)
-end
 
 local function publish(event)
   redis.call('PUBLISH', K.events, cjson.encode(event))
@@ -85,9 +69,11 @@ local function dequeue(t)
   redis.call('ZREM', K.deadlines, t.id)
 end
 
-local function mark_ended(t, reason)
+-- `used`: see settle. A lost lease settles nothing: its ticket is queued again at once.
+local function mark_ended(t, reason, used)
   redis.call('HSET', K.ticket .. t.id, 'state', 'ended', 'reason', reason)
   redis.call('EXPIRE', K.ticket .. t.id, ENDED_SECONDS)
+  if reason ~= 'lost' then settle(t, used) end
 end
 
 -- Ends a queued ticket.
@@ -97,13 +83,13 @@ local function drop(t, reason)
 end
 
 -- Ends a placed ticket's lease and gives its room back. What never started was not given.
-local function end_lease(t, reason)
+local function end_lease(t, reason, used)
   if t.started ~= '1' and reason ~= 'finished' then give(t, -tonumber(t.given or 0)) end
   count_room(t, -tonumber(t.counted_slots or 0), -tonumber(t.counted_blocks or 0))
   redis.call('SREM', K.leases .. (t.worker or ''), t.id)
   redis.call('ZREM', K.starting, t.id)
   redis.call('ZREM', K.running, t.id)
   redis.call('HSET', K.ticket .. t.id, 'counted_slots', 0, 'counted_blocks', 0)
-  mark_ended(t, reason)
+  mark_ended(t, reason, used)
 end
 

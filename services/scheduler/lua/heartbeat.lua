@@ -24,6 +24,7 @@ local function renew(id, epoch)
   redis.call('HSET', K.ticket .. id, 'state', 'placed', 'epoch', int(epoch), 'worker', worker, 'incarnation', incarnation, 'address', address)
   redis.call('HSETNX', K.ticket .. id, 'order', int(NOW_US))
   redis.call('HSETNX', K.ticket .. id, 'slots', 1)
+  if t then revive(t) end
   return read_ticket(id)
 end
 

@@ -5,6 +5,10 @@ local IDLE_SECONDS = 3600  -- how long the counts of orgs that don't wait are re
 local MOST_IDLE = 10000  -- of one line; those that were given least are forgotten first, as they would be lifted anyway
 local RECENT_MS = 10000  -- over which the classes' shares are counted
 
+local function real(x)
+  return string.format('%.17g', x)
+end
+
 -- An org that begins to wait in a line goes on from the tokens it was given there, but not from fewer than any that waits already:
 -- the time in which it asked for nothing is no claim on the time of others.
 local function take_turn(t)

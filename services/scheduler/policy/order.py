@@ -115,7 +115,7 @@ class Order:
             yield Turn(ticket, first_of_all=starving or self._rules.fifo)
             if self._placed:
                 tokens = ticket.num_prompt_tokens + expected_output(ticket, self._rules.output_estimate)
-                served += tokens / self._rules.share_of(ticket.org).weight
+                served += tokens / self._rules.org(ticket.org).weight
                 line.recent[ticket.latency_class] += tokens
             if index + 1 < len(fifo.tickets):
                 line.push(served, fifo, index + 1, fifo_only=self._rules.fifo)
@@ -143,7 +143,7 @@ def positions(fifos: Mapping[str, tuple[float, Sequence[tuple[str, int]]]], rule
     `fifos`: org -> (tokens served, its (request id, order) in arrival order).
     """
     line = sorted(
-        (0.0 if rules.fifo else (index + 1) / rules.share_of(org).weight, 0.0 if rules.fifo else served, order, request_id)
+        (0.0 if rules.fifo else (index + 1) / rules.org(org).weight, 0.0 if rules.fifo else served, order, request_id)
         for org, (served, entries) in fifos.items()
         for index, (request_id, order) in enumerate(entries)
     )

@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from services.policy.classes import BATCH, REALTIME
+from services.policy.org import OrgPolicy
 from services.scheduler.policy.order import Order, Ticket, Turn
-from services.scheduler.policy.rules import BATCH, REALTIME, OrgShare, Rules
+from services.scheduler.policy.rules import Rules
 
 
 @dataclass(frozen=True)
@@ -58,23 +60,23 @@ def serves(worker: Worker, ticket: Ticket) -> ServedModel | None:
     return model
 
 
-def share_blocks(num_blocks: int, share: OrgShare) -> int:
+def share_blocks(num_blocks: int, org: OrgPolicy) -> int:
     """Blocks of a worker that one org's leases may hold."""
-    return max(1, int(num_blocks * share.kv_share))
+    return max(1, int(num_blocks * org.kv_share))
 
 
-def longest(model: ServedModel, share: OrgShare) -> int:
+def longest(model: ServedModel, org: OrgPolicy) -> int:
     """Longest sequence in tokens that the org may run there."""
-    return min(model.max_model_len, share_blocks(model.num_blocks, share) * model.block_size)
+    return min(model.max_model_len, share_blocks(model.num_blocks, org) * model.block_size)
 
 
-def could_hold(worker: Worker, ticket: Ticket, share: OrgShare) -> bool:
+def could_hold(worker: Worker, ticket: Ticket, org: OrgPolicy) -> bool:
     """Whether this worker, empty, could run the ticket to its end: workers of one model may differ in context length and cache.
 
     Choices that don't fit side by side run one after another, so one choice decides.
     """
     model = serves(worker, ticket)
-    return model is not None and ticket.num_prompt_tokens + ticket.max_tokens <= longest(model, share)
+    return model is not None and ticket.num_prompt_tokens + ticket.max_tokens <= longest(model, org)
 
 
 def needs(ticket: Ticket, worker: Worker, model: ServedModel, rules: Rules) -> tuple[int, int]:
@@ -82,7 +84,7 @@ def needs(ticket: Ticket, worker: Worker, model: ServedModel, rules: Rules) -> t
     delivered = -(-ticket.num_delivered_tokens // ticket.n)
     output = min(ticket.max_tokens, delivered + rules.output_estimate)
     blocks = blocks_for(model.block_size, ticket.num_prompt_tokens, output, ticket.n)
-    return min(ticket.n, worker.max_sequences), min(blocks, share_blocks(model.num_blocks, rules.share_of(ticket.org)))
+    return min(ticket.n, worker.max_sequences), min(blocks, share_blocks(model.num_blocks, rules.org(ticket.org)))
 
 
 def room(worker: Worker, model: ServedModel, latency_class: int, *, preemptible: bool) -> tuple[int, int]:
@@ -148,8 +150,8 @@ def _place(turn: Turn, sketch: _Sketch, rules: Rules) -> Placement | None:
 
 def _reachable(ticket: Ticket, sketch: _Sketch, rules: Rules) -> list[Worker]:
     """Excluded workers are left out while there are others. Alone they are better than nothing, if they live on for a while."""
-    share = rules.share_of(ticket.org)
-    candidates = [w for w in sketch.workers.values() if could_hold(w, ticket, share)]
+    org = rules.org(ticket.org)
+    candidates = [w for w in sketch.workers.values() if could_hold(w, ticket, org)]
     reachable = [w for w in candidates if w.worker_id not in ticket.excluded_workers]
     if not reachable and ticket.asked_seconds < rules.exclusion_seconds:
         return []
@@ -159,7 +161,7 @@ def _reachable(ticket: Ticket, sketch: _Sketch, rules: Rules) -> list[Worker]:
 def _is_within_share(ticket: Ticket, worker: Worker, rules: Rules) -> bool:
     model = worker.models[ticket.model]
     _, blocks = needs(ticket, worker, model, rules)
-    return worker.org_blocks.get(ticket.org, 0) + blocks <= share_blocks(model.num_blocks, rules.share_of(ticket.org))
+    return worker.org_blocks.get(ticket.org, 0) + blocks <= share_blocks(model.num_blocks, rules.org(ticket.org))
 
 
 def _fit(ticket: Ticket, worker: Worker, rules: Rules) -> Placement | None:
@@ -198,15 +200,15 @@ def _debit(placement: Placement) -> Worker:
     return replace(worker, used_slots=slots, used_blocks=blocks, org_blocks=org_blocks)
 
 
-def impossible(ticket: Ticket, workers: Iterable[Worker], share: OrgShare) -> tuple[str, str] | None:
+def impossible(ticket: Ticket, workers: Iterable[Worker], org: OrgPolicy) -> tuple[str, str] | None:
     """(field, words) if no worker of the model could hold this ticket even when empty; None if one could, or none serves it."""
     models = [model for worker in workers if (model := serves(worker, ticket)) is not None]
     if not models:
         return None
     prompt, total = ticket.num_prompt_tokens, ticket.num_prompt_tokens + ticket.max_tokens
-    most = max(longest(model, share) for model in models)
+    most = max(longest(model, org) for model in models)
     limited = most < max(model.max_model_len for model in models)
-    takes = f"{ticket.model} takes at most {most}" + (f", the org's share ({share.kv_share:g}) of a worker's cache," if limited else "")
+    takes = f"{ticket.model} takes at most {most}" + (f", the org's share ({org.kv_share:g}) of a worker's cache," if limited else "")
     if prompt > most:
         return "prompt", f"the prompt has {prompt} tokens; {takes}: shorten it"
     if total > most:

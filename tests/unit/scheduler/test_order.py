@@ -1,4 +1,4 @@
-"""Who goes next: class by weight and age, with floors; then the org that was given least; then arrival. And what those who wait are told."""
+"""Who goes next: class by weight, age and floor share; then the org that was given least; then arrival. What those who wait are told."""
 
 import random
 from collections import Counter, defaultdict
@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.policy.classes import BATCH, REALTIME, STANDARD
+from services.policy.org import OrgPolicy
 from services.scheduler.policy.order import Fifo, Order, Ticket, expected_output, positions
-from services.scheduler.policy.rules import BATCH, REALTIME, STANDARD, OrgShare, Rules
+from services.scheduler.policy.rules import Rules
 
 MODEL = "tiny@fp32"
 RULES = Rules()
@@ -123,7 +125,7 @@ def test_two_backlogged_orgs_are_never_further_apart_than_twice_the_largest_requ
     """100 random schedules in each of 100 examples: rounds of any size, after which the counters come from elsewhere again."""
     rng = random.Random(seed)
     orgs = dict(zip("abcd", weights, strict=False))
-    rules = Rules(share_of=lambda org: OrgShare(weight=orgs[org]))
+    rules = Rules(org=lambda org: OrgPolicy(weight=orgs[org]))
     for _ in range(100):
         largest = rng.choice([1, 50, 2000])
         served = dict.fromkeys(orgs, 0.0)
@@ -146,7 +148,7 @@ def test_two_backlogged_orgs_are_never_further_apart_than_twice_the_largest_requ
 def test_whoever_was_given_least_for_its_weight_is_next() -> None:
     tickets = [_ticket(f"{org}{i}", org=org, order=10 * i + n) for n, org in enumerate("abc") for i in range(2)]
     assert _in_order(Order(_fifos(tickets, {"a": 25.0, "b": 12.0}), RULES)) == ["c0", "c1", "b0", "b1", "a0", "a1"]
-    rules = Rules(share_of=lambda org: OrgShare(weight=4.0 if org == "a" else 1.0))
+    rules = Rules(org=lambda org: OrgPolicy(weight=4.0 if org == "a" else 1.0))
     flood = [_ticket(f"{org}{i}", org=org, order=10 * i + n) for n, org in enumerate("ab") for i in range(20)]
     assert Counter(name[0] for name in _in_order(Order(_fifos(flood), rules))[:10]) == {"a": 8, "b": 2}
 
@@ -191,7 +193,7 @@ def test_expected_output_is_bounded_by_the_estimate_and_by_what_is_left(max_toke
 def test_positions_take_turns_between_orgs_by_their_weights() -> None:
     fifos = {"a": (5.0, [("a0", 1), ("a1", 2), ("a2", 3)]), "b": (0.0, [("b0", 8), ("b1", 9)])}
     assert positions(fifos, RULES) == {"b0": 0, "a0": 1, "b1": 2, "a1": 3, "a2": 4}
-    heavy = Rules(share_of=lambda org: OrgShare(weight=2.0 if org == "a" else 1.0))
+    heavy = Rules(org=lambda org: OrgPolicy(weight=2.0 if org == "a" else 1.0))
     assert sorted(positions(fifos, heavy).items(), key=lambda item: item[1])[:3] == [("a0", 0), ("b0", 1), ("a1", 2)]
     assert list(positions(fifos, Rules(fifo=True))) == ["a0", "a1", "a2", "b0", "b1"]
 

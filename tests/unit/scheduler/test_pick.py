@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.policy.classes import BATCH, REALTIME
+from services.policy.org import OrgPolicy
 from services.scheduler.policy.order import Fifo, Order, Ticket
 from services.scheduler.policy.pick import Placement, ServedModel, Worker, blocks_for, impossible, plan, room, share_blocks
-from services.scheduler.policy.rules import BATCH, REALTIME, OrgShare, Rules
+from services.scheduler.policy.rules import Rules
 
 MODEL = ServedModel("v1", block_size=16, num_blocks=64, max_model_len=1024)
 
@@ -63,7 +65,7 @@ def test_a_worker_that_could_not_hold_the_whole_ticket_is_no_candidate() -> None
 def test_choices_that_do_not_fit_side_by_side_are_no_reason_to_refuse() -> None:
     """An engine runs them one after another; the ticket takes the whole worker."""
     ticket = _ticket(prompt=1000, max_tokens=24, n=16)
-    assert impossible(ticket, [_worker()], OrgShare()) is None
+    assert impossible(ticket, [_worker()], OrgPolicy()) is None
     (placement,) = _plan([ticket], [_worker()])
     assert (placement.num_slots, placement.num_blocks) == (4, 64)
 
@@ -121,12 +123,17 @@ def test_no_plan_ever_overfills_a_worker_or_places_a_ticket_twice(
     tickets = [_ticket(f"r{i}", prompt=p, max_tokens=m, n=n, latency_class=c) for i, (p, m, n, c) in enumerate(requests)]
     placements = _plan(tickets, workers)
     assert len({p.ticket.request_id for p in placements}) == len(placements)
-    for worker in workers:
-        mine = [p for p in placements if p.worker.worker_id == worker.worker_id]
-        for latency_class in {p.ticket.latency_class for p in mine}:  # what this class and those above it hold
-            above = [p for p in mine if p.ticket.latency_class <= latency_class]
-            assert sum(worker.used_slots[: latency_class + 1]) + sum(p.num_slots for p in above) <= worker.max_slots
-            assert sum(worker.used_blocks[: latency_class + 1]) + sum(p.num_blocks for p in above) <= MODEL.num_blocks
+    fleet_now = {worker.worker_id: worker for worker in workers}
+    for p in placements:
+        worker, c = fleet_now[p.worker.worker_id], p.ticket.latency_class
+        slots, blocks = room(worker, MODEL, c, preemptible=True)
+        assert p.num_slots <= slots
+        assert p.num_blocks <= blocks
+        fleet_now[worker.worker_id] = replace(
+            worker,
+            used_slots=tuple(used + p.num_slots * (i == c) for i, used in enumerate(worker.used_slots)),
+            used_blocks=tuple(used + p.num_blocks * (i == c) for i, used in enumerate(worker.used_blocks)),
+        )
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 1000))
@@ -157,7 +164,7 @@ def test_a_big_ticket_is_placed_in_the_end_however_many_small_ones_come(sizes: l
 )
 def test_what_no_worker_could_hold_is_refused_with_its_numbers(ticket: Ticket, field: str, numbers: tuple[str, ...]) -> None:
     """Case B23: refused at admission, not left at the head of the queue."""
-    problem = impossible(ticket, [_worker(model=replace(MODEL, max_model_len=256)), _worker("w2")], OrgShare())
+    problem = impossible(ticket, [_worker(model=replace(MODEL, max_model_len=256)), _worker("w2")], OrgPolicy())
     assert problem is not None
     assert problem[0] == field
     assert all(number in problem[1] for number in numbers)
@@ -165,8 +172,8 @@ def test_what_no_worker_could_hold_is_refused_with_its_numbers(ticket: Ticket, f
 
 def test_what_one_worker_could_hold_when_empty_is_not_impossible() -> None:
     workers = [_worker(used_blocks=64), _worker(model=replace(MODEL, max_model_len=100))]
-    assert impossible(_ticket(prompt=1000, max_tokens=24), workers, OrgShare()) is None
-    assert impossible(_ticket(prompt=5000, version="v2"), [_worker()], OrgShare()) is None, "nobody serves it: another matter"
+    assert impossible(_ticket(prompt=1000, max_tokens=24), workers, OrgPolicy()) is None
+    assert impossible(_ticket(prompt=5000, version="v2"), [_worker()], OrgPolicy()) is None, "nobody serves it: another matter"
 
 
 # Room by class.
@@ -223,7 +230,7 @@ def test_what_a_class_below_its_floor_share_waits_for_is_closed_to_all() -> None
 
 # An org's share of a worker's blocks.
 
-HALF = Rules(share_of=lambda org: OrgShare(kv_share=0.5 if org == "org" else 1.0))
+HALF = Rules(org=lambda org: OrgPolicy(kv_share=0.5 if org == "org" else 1.0))
 
 
 def test_an_org_takes_no_more_than_its_share_of_each_worker() -> None:
@@ -246,7 +253,7 @@ def test_an_org_that_is_at_its_share_holds_up_nobody_but_itself() -> None:
 
 
 def test_what_an_orgs_share_could_never_hold_is_refused_with_its_numbers() -> None:
-    share = OrgShare(kv_share=0.25)
+    share = OrgPolicy(kv_share=0.25)
     assert share_blocks(64, share) == 16
     assert impossible(_ticket(prompt=240, max_tokens=16), [_worker()], share) is None
     problem = impossible(_ticket(prompt=240, max_tokens=17), [_worker()], share)
@@ -259,7 +266,7 @@ def test_what_an_orgs_share_could_never_hold_is_refused_with_its_numbers() -> No
     st.lists(st.tuples(st.integers(1, 300), st.integers(1, 4), st.integers(1, 3), st.sampled_from("xyz")), max_size=40), st.integers(1, 9)
 )
 def test_no_plan_ever_takes_more_than_an_orgs_share(requests: list[tuple[int, int, int, str]], tenths: int) -> None:
-    rules = Rules(share_of=lambda org: OrgShare(kv_share=tenths / 10 if org == "x" else 1.0))
+    rules = Rules(org=lambda org: OrgPolicy(kv_share=tenths / 10 if org == "x" else 1.0))
     tickets = [_ticket(f"r{i}", prompt=p, n=n, latency_class=c, org=org) for i, (p, n, c, org) in enumerate(requests)]
     blocks = {"w1": 0, "w2": 0}
     for placement in _plan(tickets, [_worker("w1", slots=40), _worker("w2", slots=40)], rules):

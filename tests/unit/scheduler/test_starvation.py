@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from services.policy.classes import BATCH, REALTIME, STANDARD
 from services.scheduler.policy.order import Fifo, Order, Ticket
 from services.scheduler.policy.pick import ServedModel, Worker, plan
-from services.scheduler.policy.rules import BATCH, REALTIME, STANDARD, Rules
+from services.scheduler.policy.rules import Rules
 
 MODEL = "tiny@fp32"
 TICK_SECONDS = 0.1
