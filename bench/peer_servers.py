@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,6 +28,7 @@ from bench.serving import Timing, closed_loop, http_client
 
 _READY_SECONDS = 600.0
 _CACHE_BYTES = 1 << 30
+_STEP_TOKENS = 256  # prompts come in pieces as large as OpenVINO's
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ class Server:
 class Pipeline:
     """One that is a library: a process beside this one holds it, and its clients too."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
         self.pid = process.pid
+        self._name = name
         self._process = process
 
     def run(self, load: Load) -> list[Timing]:
@@ -119,7 +122,7 @@ class Pipeline:
             if line.startswith("{"):
                 found: dict[str, Any] = json.loads(line)
                 return found
-        raise PeerError("openvino ended before its answer")
+        raise PeerError(f"{self._name} ended before its answer")
 
 
 def suspend(system: System) -> None:
@@ -140,7 +143,7 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def mesh(level: str) -> Callable[[Site], AbstractContextManager[System]]:
-    """Forebay with weights at a level. Speculation is off, as with the peers; prompts come in pieces as large as OpenVINO's."""
+    """Forebay with weights at a level. Speculation is off, as with the peers."""
 
     @contextmanager
     def opened(site: Site) -> Iterator[System]:
@@ -148,7 +151,7 @@ def mesh(level: str) -> Callable[[Site], AbstractContextManager[System]]:
             "FOREBAY_PREFIX_CACHE": str(site.prefix_cache).lower(),
             "FOREBAY_SPECULATION": "0",
             "FOREBAY_MAX_SEQUENCES": str(site.max_sequences),
-            "FOREBAY_MAX_STEP_TOKENS": "256",
+            "FOREBAY_MAX_STEP_TOKENS": str(_STEP_TOKENS),
             "FOREBAY_KV_MEMORY": str(_CACHE_BYTES),
         }
         with started(["--model", str(site.gguf), "--level", level], environment) as up:
@@ -206,6 +209,27 @@ def vllm(site: Site) -> Iterator[System]:
         yield server
 
 
+def engine(level: str) -> Callable[[Site], AbstractContextManager[System]]:
+    """Forebay's engine called in its own process: the bound of what the mesh can reach."""
+
+    @contextmanager
+    def opened(site: Site) -> Iterator[System]:
+        options = {
+            "path": str(site.gguf),
+            "level": level,
+            "num_threads": site.num_threads,
+            "prefix_cache": site.prefix_cache,
+            "max_sequences": site.max_sequences,
+            "max_length": site.max_length,
+            "max_step_tokens": _STEP_TOKENS,
+        }
+        site.root.mkdir(parents=True, exist_ok=True)
+        with _pipeline(f"engine_{level}", [sys.executable, "-m", "bench.peer_engine", json.dumps(options)], site.root) as pipeline:
+            yield pipeline
+
+    return opened
+
+
 @contextmanager
 def openvino(site: Site) -> Iterator[System]:
     """OpenVINO GenAI's continuous batching in int8, called in its own process: no HTTP between it and its clients."""
@@ -213,12 +237,7 @@ def openvino(site: Site) -> Iterator[System]:
     folder = peer_checkpoint.openvino_folder(peer_checkpoint.safetensors_folder(site.gguf, site.root), python)
     script = Path(__file__).with_name("peer_openvino.py")
     options = {"folder": str(folder), "num_threads": site.num_threads, "cache_gb": _CACHE_BYTES >> 30, "prefix_cache": site.prefix_cache}
-    command = [str(python), str(script), json.dumps(options)]
-    with (site.root / "openvino-run.log").open("w") as log:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-    pipeline = Pipeline(process)
-    with _ended(process):
-        pipeline.read()
+    with _pipeline("openvino", [str(python), str(script), json.dumps(options)], site.root) as pipeline:
         yield pipeline
 
 
@@ -226,10 +245,22 @@ SYSTEMS: dict[str, Callable[[Site], AbstractContextManager[System]]] = {
     "mesh_int4": mesh("int4"),
     "mesh_int8": mesh("int8"),
     "mesh_bf16": mesh("bf16"),
+    "engine_int4": engine("int4"),
     "llama_cpp": llama_cpp,
     "vllm": vllm,
     "openvino": openvino,
 }
+
+
+@contextmanager
+def _pipeline(name: str, command: Sequence[str], root: Path) -> Iterator[Pipeline]:
+    """A library's process once its model is loaded. What it logs is in a file."""
+    with (root / f"{name}-run.log").open("w") as log:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+    pipeline = Pipeline(name, process)
+    with _ended(process):
+        pipeline.read()
+        yield pipeline
 
 
 @contextmanager
