@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import aiohttp
 import httpx
 import psutil
 
 from bench import peer_checkpoint, peer_venvs
 from bench.mesh import HttpFace, started
 from bench.peer_venvs import PeerError
-from bench.serving import Timing, closed_loop, http_client
+from bench.serving import Timing, closed_loop, http_client, http_session
 
 _READY_SECONDS = 600.0
 _CACHE_BYTES = 1 << 30
@@ -79,7 +80,7 @@ class Server:
         """See System."""
         try:
             timings = asyncio.run(self._closed_loop(load))
-        except (httpx.HTTPError, RuntimeError) as error:
+        except (aiohttp.ClientError, RuntimeError) as error:
             raise PeerError(f"{self.face.url} failed: {error!r}") from error
         if any(round(sum(timing.tokens)) != load.max_tokens for timing in timings):
             raise PeerError(f"{self.face.url} gave another number of tokens than {load.max_tokens}")
@@ -87,7 +88,7 @@ class Server:
 
     async def _closed_loop(self, load: Load) -> list[Timing]:
         prompts = iter(load.prompts)
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:
+        async with http_session() as client:
             ask = http_client(self.face, client)
 
             async def send() -> Timing:
