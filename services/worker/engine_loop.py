@@ -154,7 +154,7 @@ class EngineLoop:
             self._progressed_at = self._clock()
         self._open[request.request_id] = _Open(sink, request.n - len(request.finished_choices))
         if self._timer is None:
-            self._timer = self._loop.call_later(TURN_SECONDS, self._tick)
+            self._timer = self._loop.call_at(self._next_beat(), self._tick)
         self._command(request)
 
     def abort(self, request_id: str) -> None:
@@ -211,7 +211,11 @@ class EngineLoop:
 
     def _tick(self) -> None:
         self._collect()
-        self._timer = self._loop.call_later(TURN_SECONDS, self._tick) if self._open else None
+        self._timer = self._loop.call_at(self._next_beat(), self._tick) if self._open else None
+
+    def _next_beat(self) -> float:
+        """By the event loop's clock; at the times at which messages go, so that all is one wake-up."""
+        return TURN_SECONDS * (self._loop.time() // TURN_SECONDS + 1)
 
     def _collect(self) -> None:
         """On the event loop: all that the thread has to say by now, as one turn."""
