@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf import duration_pb2
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -24,7 +25,7 @@ class FieldViolation:
 
 
 class StatusError(Exception):
-    """An outcome that the caller must see. `code` is a gRPC status; the HTTP face maps it."""
+    """An outcome that the caller must see. `code` is a gRPC status; the HTTP face maps it. `details` go along as they are."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class StatusError(Exception):
         reason: str = "",
         violations: Sequence[FieldViolation] = (),
         retry_after_seconds: float | None = None,
+        details: Sequence[Message] = (),
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -41,9 +43,16 @@ class StatusError(Exception):
         self.reason = reason or code.name
         self.violations = tuple(violations)
         self.retry_after_seconds = retry_after_seconds
+        self.details = tuple(detail if isinstance(detail, any_pb2.Any) else _packed(detail) for detail in details)
 
     def __repr__(self) -> str:
         return f"StatusError({self.code.name}, {self.message!r})"
+
+
+def _packed(detail: Message) -> any_pb2.Any:
+    box = any_pb2.Any()
+    box.Pack(detail)
+    return box
 
 
 def invalid(field: str, message: str) -> StatusError:
@@ -57,7 +66,7 @@ def unavailable(message: str, retry_after_seconds: float = 1.0, reason: str = ""
 
 
 def to_status(error: StatusError) -> status_pb2.Status:
-    """The google.rpc.Status of an error, with ErrorInfo, BadRequest and RetryInfo where they say something."""
+    """The google.rpc.Status of an error, with ErrorInfo, BadRequest and RetryInfo where they say something, then its own details."""
     status = status_pb2.Status(code=getattr(code_pb2, error.code.name), message=error.message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain="forebay"))
     if error.violations:
@@ -69,6 +78,7 @@ def to_status(error: StatusError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_after_seconds * 1000))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    status.details.extend(error.details)
     return status
 
 
@@ -79,6 +89,7 @@ def from_rpc(error: grpc.aio.AioRpcError) -> StatusError:
     except ValueError:  # details that contradict the status: keep the status
         status = None
     reason, violations, retry = "", [], None
+    others: list[any_pb2.Any] = []
     for detail in status.details if status else ():
         info, bad, delay = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
         if detail.Unpack(info):
@@ -87,7 +98,10 @@ def from_rpc(error: grpc.aio.AioRpcError) -> StatusError:
             violations = [FieldViolation(v.field, v.description) for v in bad.field_violations]
         elif detail.Unpack(delay):
             retry = delay.retry_delay.ToMilliseconds() / 1000
-    return StatusError(error.code(), error.details() or "", reason=reason, violations=violations, retry_after_seconds=retry)
+        else:
+            others.append(detail)
+    words = error.details() or ""
+    return StatusError(error.code(), words, reason=reason, violations=violations, retry_after_seconds=retry, details=others)
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: StatusError) -> NoReturn:

@@ -2,8 +2,9 @@
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
 
-from forebay.v1 import scheduler_pb2, scheduler_pb2_grpc
+from forebay.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from services.common import errors, rpc
 
 
@@ -36,6 +37,12 @@ async def _over_the_wire(error: errors.StatusError) -> errors.StatusError:
         errors.unavailable("no worker serves tiny@fp32", retry_after_seconds=2.5, reason="NO_WORKER"),
         errors.StatusError(errors.Code.NOT_FOUND, "no model named x"),
         errors.StatusError(errors.Code.DEADLINE_EXCEEDED, "ünïcode survives"),
+        errors.StatusError(
+            errors.Code.RESOURCE_EXHAUSTED,
+            "over the quota",
+            retry_after_seconds=1.5,
+            details=[error_details_pb2.QuotaFailure(), types_pb2.QuotaState(tokens_limit=5)],
+        ),
     ],
     ids=lambda error: error.code.name,
 )
@@ -44,6 +51,7 @@ async def test_every_part_arrives(error: errors.StatusError) -> None:
     assert (received.code, received.message, received.reason) == (error.code, error.message, error.reason)
     assert received.violations == error.violations
     assert received.retry_after_seconds == error.retry_after_seconds
+    assert received.details == error.details
 
 
 async def test_a_plain_status_without_details_is_kept() -> None:
