@@ -128,7 +128,8 @@ class Bench:
         """All jobs to their end."""
         engine, log = self._engine, StepLog(self._runner)
         engine.runner = log
-        waiting, due = sorted(jobs, key=lambda job: job.at, reverse=True), []
+        waiting = sorted(jobs, key=lambda job: job.at, reverse=True)
+        due: list[Job] = []
         started = time.perf_counter()
         first: dict[str, float] = {}
         live: dict[str, Job] = {}
