@@ -178,6 +178,5 @@ def test_what_was_in_vain_for_long_is_looked_at_now_and_then_and_found_again() -
     device.gain(400)
     assert len(looks) < 150
     device.chance, device.cost = 1.0, 0.02
-    device.counts.clear()
-    device.gain(200)
+    device.gain(400)
     assert sum(counts[0] > 0 for counts in device.counts[-50:]) == 50
