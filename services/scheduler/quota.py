@@ -90,19 +90,14 @@ def too_large(ticket: Ticket, org: OrgPolicy) -> StatusError | None:
 
 def refusal(ticket: Ticket, org: OrgPolicy, over: Over) -> StatusError:
     """Names every limit that stood in the way, and when to come back."""
+    left = f"{over.state.tokens.remaining} left, and this request reserves {tokens_to_reserve(ticket)}"
     limits = {
-        "requests": f"{org.requests_per_minute} requests per minute",
-        "tokens": f"{org.tokens_per_minute} tokens per minute",
-        "concurrent": f"{org.max_concurrent} requests at once",
+        "requests": f"on requests ({org.requests_per_minute} per minute)",
+        "tokens": f"on tokens ({org.tokens_per_minute} per minute; {left})",
+        "concurrent": f"on requests at once ({org.max_concurrent})",
     }
     wait = max(over.wait_seconds, CONCURRENT_RETRY_SECONDS if "concurrent" in over.kinds else 0.0)
-    reached = " and ".join(limits[kind] for kind in over.kinds)
-    need = (
-        f", and this request reserves {tokens_to_reserve(ticket)} of {over.state.tokens.remaining} tokens left"
-        if "tokens" in over.kinds
-        else ""
-    )
-    words = f"{ticket.org} has reached its limit of {reached}{need}: try again in {wait:.3g} s"
+    words = f"{ticket.org} has reached its limit {' and '.join(limits[kind] for kind in over.kinds)}: try again in {wait:.3g} s"
     return _exhausted("QUOTA_EXCEEDED", words, ticket.org, over.kinds, wait, over.state)
 
 
