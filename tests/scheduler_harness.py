@@ -14,9 +14,10 @@ from services.common import errors, rpc
 from services.policy.org import OrgPolicy
 from services.policy.watched import PolicyFile
 from services.scheduler import keys
-from services.scheduler.ledger import Held, Lease, Ledger, Queued, Settlement, Timing
+from services.scheduler.ledger import Held, Lease, Ledger, Queued, Settlement, Timing, View
 from services.scheduler.policy.order import Ticket
-from services.scheduler.policy.pick import Placement, Rules, ServedModel, Worker
+from services.scheduler.policy.pick import Placement, ServedModel, Worker
+from services.scheduler.policy.rules import Rules
 from services.scheduler.scheduler import Options, Scheduler
 from services.scheduler.server import add_services
 from services.scheduler.store import Store
@@ -89,14 +90,26 @@ class LedgerBench:
 
     async def used(self, worker: Worker) -> tuple[int, int] | None:
         """Slots and blocks in use, None if the worker may not be used."""
-        usable, _ = await self.ledger.view([worker], 64)
+        usable = (await self.view(worker)).workers
         return (sum(usable[0].used_slots), sum(usable[0].used_blocks)) if usable else None
+
+    async def view(self, *workers: Worker, max_heads: int = 64, preemptible: bool = True) -> View:
+        """See Ledger.view."""
+        return await self.ledger.view(workers, max_heads, preemptible=preemptible)
+
+    async def served(self, ticket: Ticket) -> float | None:
+        """Tokens that the ticket's org was given in its line while it waits there, divided by its weight; None if it doesn't wait."""
+        line = keys.line_name(ticket.model, ticket.latency_class)
+        queue = keys.queue_name(ticket.model, ticket.latency_class, ticket.org)
+        return next((served for name, (served, _) in (await self.ledger.queued([line])).items() if name == queue), None)
 
     async def waiting(self) -> list[str]:
         """Request ids in all queues, by class and order."""
         survey = await self.ledger.survey()
         queued = await self.ledger.queued({line_of(queue) for queue in survey.queues})
-        return [request_id for _, request_id in sorted((order, request_id) for entries in queued.values() for request_id, order in entries)]
+        return [
+            request_id for _, request_id in sorted((order, request_id) for _, entries in queued.values() for request_id, order in entries)
+        ]
 
     async def sweep_until(self, request_id: str) -> str:
         """Sweeps until this one is swept; why it was."""

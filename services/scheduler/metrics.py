@@ -27,6 +27,7 @@ class Metrics:
         self.placements = Counter("forebay_placements", "Leases committed by this scheduler.", line, registry=self.registry)
         self.refused_commits = Counter("forebay_commits_refused", "Placements that lost a race.", ("reason",), registry=self.registry)
         self.finished = Counter("forebay_finished", "Requests ended, as told here.", (*line, "reason"), registry=self.registry)
+        self.shed = Counter("forebay_shed", "Requests refused by or put out of a full queue, as told here.", line, registry=self.registry)
         self.quota_refused = Counter(
             "forebay_quota_refused",
             "Requests refused: requests, tokens, concurrent, or too large for any bucket.",

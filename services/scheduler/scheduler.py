@@ -5,7 +5,8 @@ import itertools
 import secrets
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from services.common import log, process
@@ -18,7 +19,7 @@ from services.scheduler.keeper import Keeper
 from services.scheduler.ledger import Lease, Ledger, Timing
 from services.scheduler.metrics import Metrics
 from services.scheduler.orgs import Orgs
-from services.scheduler.policy.pick import Rules
+from services.scheduler.policy.rules import Rules
 from services.scheduler.registry import Registry
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.store import Store
@@ -55,7 +56,7 @@ class Options:
             poll_seconds=settings.poll_seconds,
             default_deadline_seconds=settings.default_deadline_seconds,
             timing=Timing(settings.stream_gone_seconds, settings.start_seconds, settings.lease_seconds),
-            rules=Rules(settings.output_estimate_tokens),
+            rules=Rules(settings.output_estimate_tokens, preemptible=settings.preemption, fifo=settings.queue_order == "arrival"),
         )
 
 
@@ -77,11 +78,11 @@ class Scheduler:
         self.api_keys = ApiKeys(store, self.audit)
         self.usage = Usage(store)
         self.keeper = Keeper(
-            self.ledger, self.registry, self.waiting, self.metrics, self.orgs,
+            self.ledger, self.registry, self.rules, self.waiting, self.metrics, self.orgs,
             poll_seconds=options.poll_seconds, no_worker_seconds=options.no_worker_seconds,
         )  # fmt: skip
         self.dispatcher = Dispatcher(
-            self.ledger, self.registry, options.rules, self.metrics, poll_seconds=options.poll_seconds, delivered=self.placed
+            self.ledger, self.registry, self.rules, self.metrics, poll_seconds=options.poll_seconds, delivered=self.placed
         )
         self.stopping = False
         self._holders = itertools.count(1)
@@ -109,6 +110,10 @@ class Scheduler:
     async def drain(self) -> None:
         """Waits for the last errands, when no call can send new ones."""
         await asyncio.gather(*self._errands)
+
+    def rules(self) -> Rules:
+        """Those in force now: the policy file may have changed, or an operator an org."""
+        return replace(self.options.rules, classes=self.orgs.policy.classes, org=cache(self.orgs.get))
 
     def new_holder(self) -> str:
         """A name for a Place stream, unique in the mesh."""
@@ -152,6 +157,8 @@ class Scheduler:
                 continue
             if event["event"] == "placed":
                 self.placed(Lease.parse(event["lease"]), event["line"])
+            elif event["event"] == "shed":
+                self.keeper.shed(event["request_id"], event["depth"])
             elif event["event"] == "orgs":
                 self.errand(self.orgs.refresh())
             else:

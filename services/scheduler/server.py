@@ -18,7 +18,7 @@ from services.scheduler.policy.order import Ticket
 from services.scheduler.policy.pick import impossible
 from services.scheduler.registry import as_worker
 from services.scheduler.scheduler import Scheduler
-from services.scheduler.waiting import Position, Waiter
+from services.scheduler.waiting import Position, Waiter, deadline_passed
 from services.scheduler.wire import check_id, org_to_proto, read_settlement
 
 LOG = log.get(__name__)
@@ -66,7 +66,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             lease = await self._wait(waiter, context)
             reason = None
         except StatusError as error:
-            reason = None if error.reason in ("STOPPING", "SUPERSEDED") else error.reason.lower()
+            reason = None if error.reason in ("STOPPING", "SUPERSEDED", "SHED") else error.reason.lower()
             raise
         finally:
             scheduler.waiting.remove(waiter)
@@ -103,7 +103,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise deadline_passed()
         if request.lost_epoch == 0:  # What runs already goes on, whatever has been set since.
             self._check_org(ticket)
-        problem = impossible(ticket, scheduler.registry.known(time.monotonic()))
+        problem = impossible(ticket, scheduler.registry.known(time.monotonic()), scheduler.orgs.get(ticket.org))
         if problem is not None:
             raise invalid(*problem)
         unserved = scheduler.keeper.unserved(ticket)
@@ -297,8 +297,3 @@ def check_registration(r: scheduler_pb2.Register) -> None:
 def gone() -> StatusError:
     """For a caller that doesn't listen any more."""
     return StatusError(Code.CANCELLED, "the caller has gone", reason="WITHDRAWN")
-
-
-def deadline_passed() -> StatusError:
-    """For a request that waited too long."""
-    return StatusError(Code.DEADLINE_EXCEEDED, "the deadline passed while the request was queued", reason="DEADLINE")

@@ -3,6 +3,7 @@
 import os
 import socket
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -22,7 +23,9 @@ class SchedulerSettings(ServiceSettings):
     )
     redis_timeout_seconds: float = Field(0.5, gt=0, le=5, description="longest wait for one answer of Redis")
     redis_wait_seconds: float = Field(10, ge=0, description="how long to wait for Redis at the start")
-    max_queued: int = Field(4096, ge=1, description="tickets waiting in one (model, class) before new ones are refused")
+    max_queued: int = Field(4096, ge=1, description="tickets waiting for one model before the least urgent, newest first, are shed")
+    preemption: bool = Field(True, description="whether a request may take room that less urgent ones hold on a worker")
+    queue_order: Literal["fair", "arrival"] = Field("fair", description="fair: class, org, arrival; arrival: that alone, for comparisons")
     output_estimate_tokens: int = Field(256, ge=1, description="most output tokens per choice to reserve cache for at placement")
     no_worker_seconds: float = Field(5, ge=0, description="how long a ticket waits while no worker serves its model")
     liveness_seconds: float = Field(3, gt=0, description="a worker whose last heartbeat is older takes no new work")

@@ -123,6 +123,11 @@ class Waiting:
             waiter.settle(error)
 
 
+def deadline_passed() -> StatusError:
+    """For a request that waited too long."""
+    return StatusError(Code.DEADLINE_EXCEEDED, "the deadline passed while the request was queued", reason="DEADLINE")
+
+
 def superseded() -> StatusError:
     """For a stream whose request has a newer one."""
     return StatusError(Code.ABORTED, "a newer Place call for this request has taken over", reason="SUPERSEDED")

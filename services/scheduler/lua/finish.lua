@@ -9,6 +9,7 @@ if not t or t.state ~= 'placed' or tonumber(t.epoch) ~= epoch then return {0, ''
 
 end_lease(t, 'finished', {prompt = tonumber(ARGV[3]), completion = tonumber(ARGV[4]), cached = tonumber(ARGV[5]), failed = tonumber(ARGV[6]),
                           free = ARGV[7] == '1'})
+if t.expected then give(t, ARGV[4] - (t.delivered or 0) - t.expected) end  -- What it was given, not what was expected of it.
 redis.call('HSET', KEYS[1], 'tokens', ARGV[4])
 if redis.call('EXISTS', K.queues) == 1 then publish({event = 'room', from = ARGV[8]}) end
 return {1, t.line or ''}
