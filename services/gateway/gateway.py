@@ -10,6 +10,7 @@ from services.gateway.fleet import FleetWatch
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Catalogue
+from services.gateway.orgs import Orgs
 
 
 class OpenCalls:
@@ -38,6 +39,7 @@ class Gateway:
     authenticator: Authenticator
     catalogue: Catalogue
     mesh: Mesh
+    orgs: Orgs
     fleet: FleetWatch
     metrics: GatewayMetrics
     calls: OpenCalls = field(default_factory=OpenCalls)

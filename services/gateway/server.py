@@ -1,4 +1,4 @@
-"""The gRPC face: InferenceService, and AdminService for operators. Messages in, messages out; the work is done behind it."""
+"""The gRPC face: the server, and InferenceService. Messages in, messages out; the work is done behind it."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -11,6 +11,7 @@ from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_g
 from services.common import rpc
 from services.common.errors import Code, StatusError, invalid
 from services.gateway import strict_json
+from services.gateway.admin import AdminService
 from services.gateway.conversation import ChatOptions
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Event, Generations
@@ -50,7 +51,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # it writes
         """See inference.proto."""
         model = self._gateway.catalogue.resolve(request.model)
-        envelope = self._envelope(request, context, model, echo=request.echo)
+        envelope = await self._envelope(request, context, model, echo=request.echo)
         if request.WhichOneof("prompt") is None:
             raise invalid("prompt", "the request has no prompt: set text or tokens")
         prompt: object = request.text if request.HasField("text") else list(request.tokens.ids)
@@ -60,7 +61,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]  # it writes
         """See inference.proto."""
         model = self._gateway.catalogue.resolve(request.model)
-        envelope = self._envelope(request, context, model)
+        envelope = await self._envelope(request, context, model)
         generation = await admit_chat(envelope, _messages(request.messages), sampling_fields(request.sampling), _options(request))
         await self._stream(self._generations.run(generation), context, inference_pb2.ChatResponse)
 
@@ -86,7 +87,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """See inference.proto."""
         return inference_pb2.GetModelResponse(model=_model(self._gateway.catalogue.resolve(request.name)))
 
-    def _envelope(
+    async def _envelope(
         self,
         request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
         context: Context,
@@ -99,6 +100,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return Envelope(
             caller=caller(),
             model=model,
+            policy=await self._gateway.orgs.policy(caller().org),
             latency_class=request.latency_class,
             deadline_seconds=_deadline(context),
             label=request.label or None,
@@ -116,18 +118,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     raise StatusError(Code.CANCELLED, f"nothing was read for {self._patience:g} s", reason="SLOW_READER") from None
                 except grpc.aio.InternalError:  # how a write ends that the client's cancellation meets
                     raise asyncio.CancelledError from None
-
-
-class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """The schedulers' view of the fleet, for operators alone."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    async def GetFleet(self, _: admin_pb2.GetFleetRequest, __: Context) -> admin_pb2.GetFleetResponse:
-        """See admin.proto."""
-        caller().require("operator")
-        return await self._gateway.mesh.fleet()
 
 
 def sampling_fields(sampling: types_pb2.SamplingParams) -> Mapping[str, object]:

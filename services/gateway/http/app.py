@@ -1,5 +1,6 @@
 """The OpenAI face's routes: authenticate, read, check, admit, and hand to the endpoint that renders."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,17 +10,18 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError, invalid
 from services.gateway.auth import Caller
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Generations
-from services.gateway.http import chat, completions, edge, errors, fields, openapi, sse
-from services.gateway.http.answer import class_name, collected, merged
+from services.gateway.http import chat, completions, edge, errors, fields, openapi, ratelimit, sse
+from services.gateway.http.answer import Run, collected, merged
 from services.gateway.http.body import read_json
 from services.gateway.http.structured import grammar_of
+from services.gateway.latency import UNSPECIFIED, LatencyClass, latency_class
+from services.gateway.metrics import CLASS_NAMES
 from services.gateway.models import ServedModel
-from services.gateway.request import Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens, latency_class
+from services.gateway.request import Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens
 from services.gateway.validator import validate_label
 
 MAX_DEADLINE_SECONDS = 86_400.0
@@ -64,10 +66,9 @@ class Face:
         streamed = fields.flag(body, "stream")
         include_usage = fields.include_usage(body, streamed=streamed)
         sampling, names = chat.sampling_fields(body)
-        envelope = self._envelope(request, body, caller, names=names)
+        envelope = await self._envelope(request, body, caller, names=names)
         generation = await admit_chat(envelope, body.get("messages"), sampling, chat.options(body))
-        self._announce(request, [generation])
-        events = merged(self._generations.run, [generation])
+        events = merged(self._announced(request, [generation]), [generation])
         if streamed:
             return sse.EventStream(chat.chunks(events, generation, include_usage=include_usage), self._gateway.slow_reader_seconds)
         answer = await sse.until_disconnect(request.receive, collected(events, [generation]))
@@ -80,10 +81,9 @@ class Face:
         streamed, echo = fields.flag(body, "stream"), fields.flag(body, "echo")
         include_usage = fields.include_usage(body, streamed=streamed)
         sampling, names = completions.sampling_fields(body, echo=echo)
-        envelope = self._envelope(request, body, caller, echo=echo, names=names)
+        envelope = await self._envelope(request, body, caller, echo=echo, names=names)
         generations = await admit_completion(envelope, body.get("prompt"), sampling)
-        self._announce(request, generations)
-        events = merged(self._generations.run, generations)
+        events = merged(self._announced(request, generations), generations)
         if streamed:
             return sse.EventStream(completions.chunks(events, generations, include_usage=include_usage), self._gateway.slow_reader_seconds)
         answer = await sse.until_disconnect(request.receive, collected(events, generations))
@@ -145,13 +145,14 @@ class Face:
             raise invalid("model", "model must be a string: see /v1/models")
         return self._gateway.catalogue.resolve(name or "")
 
-    def _envelope(
+    async def _envelope(
         self, request: Request, body: Mapping[str, Any], caller: Caller, *, echo: bool = False, names: Mapping[str, str] | None = None
     ) -> Envelope:
         validate_label(body.get("user"), name="user")  # kept nowhere
         return Envelope(
             caller=caller,
             model=self._model(body),
+            policy=await self._gateway.orgs.policy(caller.org),
             latency_class=_class(request, body),
             deadline_seconds=_deadline(request),
             label=request.headers.get("x-request-id"),
@@ -160,18 +161,21 @@ class Face:
             names={"label": "x-request-id", **(names or {})},
         )
 
-    def _announce(self, request: Request, generations: list[Generation]) -> None:
-        headers = edge.of(request)
+    def _announced(self, request: Request, generations: list[Generation]) -> Run:
+        """What runs the generations. The answer's headers name them; once there is a lease, also where the quota stands."""
+        headers, first = edge.of(request), generations[0]
         headers["x-forebay-request-id"] = ",".join(generation.request_id for generation in generations)
-        headers["x-forebay-class"] = class_name(generations[0])
+        headers["x-forebay-class"] = CLASS_NAMES[first.latency_class]
+        if first.lowered_from:
+            headers["x-forebay-class-lowered-from"] = CLASS_NAMES[first.lowered_from]
+        return functools.partial(self._generations.run, on_lease=lambda lease: headers.update(ratelimit.headers(lease.quota)))
 
 
-def _class(request: Request, body: Mapping[str, Any]) -> types_pb2.LatencyClass.ValueType:
+def _class(request: Request, body: Mapping[str, Any]) -> LatencyClass:
     """x-forebay-class, or service_tier. Where both say something, they must say the same."""
     header, tier = request.headers.get("x-forebay-class"), body.get("service_tier")
-    by_header = types_pb2.LATENCY_CLASS_UNSPECIFIED if header is None else latency_class(header, "x-forebay-class")
-    by_tier = types_pb2.LATENCY_CLASS_UNSPECIFIED if tier in (None, "auto") else latency_class(tier, "service_tier")
-    if by_header and by_tier and by_header != by_tier:
+    by_header, by_tier = latency_class(header, "x-forebay-class"), latency_class(tier, "service_tier")
+    if UNSPECIFIED not in (by_header, by_tier) and by_header != by_tier:
         raise invalid("service_tier", f"service_tier {tier!a} contradicts the header x-forebay-class {header!a}: send one of them")
     return by_header or by_tier
 
