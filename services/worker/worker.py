@@ -169,8 +169,8 @@ class Worker:
         )
 
     def _observe(self, turn: Turn) -> None:
-        num_step_tokens = turn.step.num_tokens if turn.step else 0
-        self._metrics.observe_turn(turn.stats, num_step_tokens=num_step_tokens, num_stale_outputs=self.loop.num_stale_outputs)
+        step_tokens = [step.num_tokens for step in turn.steps]
+        self._metrics.observe_turn(turn.stats, step_tokens=step_tokens, num_stale_outputs=self.loop.num_stale_outputs)
         if turn.stats.num_used_blocks < self._num_used_blocks:
             self.node.nudge()
         self._num_used_blocks = turn.stats.num_used_blocks

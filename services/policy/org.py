@@ -1,0 +1,46 @@
+"""What an org was promised: quotas, classes, models, shares. 0 means without limit where a limit is meant."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.policy.classes import REALTIME, STANDARD
+
+ANY_ORG = "*"
+"""How the policy of orgs that nobody names is called."""
+MOST_PER_MINUTE = 10**11
+"""Of rates and bursts: sixty thousand times as much is still an exact double, in which Redis counts."""
+
+
+@dataclass(frozen=True)
+class OrgPolicy:
+    """One org's policy, complete. The fields are those of forebay.v1.OrgPolicy."""
+
+    org: str = ANY_ORG
+    tier: str = ""
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    requests_burst: int = 0
+    """What the bucket holds when full; 0: a minute's worth."""
+    tokens_burst: int = 0
+    default_class: int = STANDARD
+    ceiling_class: int = REALTIME
+    models: tuple[str, ...] = ()
+    max_concurrent: int = 0
+    kv_share: float = 1.0
+    weight: float = 1.0
+
+    def complete(self) -> "OrgPolicy":
+        """With bursts that say what they are: a minute's worth where none is set, none where there is no rate."""
+        requests = self.requests_per_minute and (self.requests_burst or self.requests_per_minute)
+        tokens = self.tokens_per_minute and (self.tokens_burst or self.tokens_per_minute)
+        return replace(self, requests_burst=requests, tokens_burst=tokens)
+
+
+def layered(org: str, *layers: Mapping[str, Any]) -> OrgPolicy:
+    """The org's policy from fields by name; a later layer wins. A default class above the ceiling is lowered to it."""
+    fields: dict[str, Any] = {}
+    for layer in layers:
+        fields |= layer
+    policy = OrgPolicy(**{**fields, "org": org}).complete()
+    return replace(policy, default_class=max(policy.default_class, policy.ceiling_class))

@@ -1,0 +1,63 @@
+"""A policy file that is read again when it has changed. A change that can't be used leaves the last good policy, and is told."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from services.common import log
+from services.policy.document import PolicyError
+from services.policy.policy import Policy, load
+
+LOG = log.get(__name__)
+CHECK_SECONDS = 1.0
+
+
+class PolicyFile:
+    """The current policy; without a path, the one that limits nobody."""
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises PolicyError or OSError where the file can't be used now."""
+        self._path = path
+        self._clock = clock
+        self._stamp = _stamp(path) if path else None
+        self._next_look = clock() + CHECK_SECONDS
+        self._policy = load(path) if path else Policy()
+        self.num_failures = 0
+        """Changes that couldn't be used."""
+        self.problem = ""
+        """Why the file as it is now can't be used; empty if it is."""
+
+    @property
+    def policy(self) -> Policy:
+        """The last good one, looking at most once a second whether the file has changed."""
+        if self._path is not None and self._clock() >= self._next_look:
+            self._next_look = self._clock() + CHECK_SECONDS
+            self._look(self._path)
+        return self._policy
+
+    def _look(self, path: Path) -> None:
+        try:
+            stamp = _stamp(path)
+            if stamp == self._stamp:
+                return
+            self._stamp = stamp  # Taken before the file is read: one that changes meanwhile is read again.
+            self._policy = load(path)
+        except OSError as error:
+            self._stamp = None  # Or it wouldn't be seen to come back as it was.
+            self._fail(str(error))
+        except PolicyError as error:
+            self._fail(str(error))
+        else:
+            LOG.info("policy_read", file=str(path), orgs=len(self._policy.orgs), models=len(self._policy.models))
+            self.problem = ""
+
+    def _fail(self, problem: str) -> None:
+        if problem != self.problem:
+            self.num_failures += 1
+            LOG.error("policy_refused", problem=problem)
+        self.problem = problem
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino
