@@ -14,6 +14,7 @@ from services.common.process import HttpServer, InternalHttp, announce
 from services.common.settings import SettingsError, read
 from services.gateway.api_keys import ApiKeys
 from services.gateway.auth import Authenticator
+from services.gateway.catalogue import Catalogue
 from services.gateway.fleet import FleetWatch
 from services.gateway.gateway import Gateway, OpenCalls
 from services.gateway.http.app import create_app
@@ -21,11 +22,12 @@ from services.gateway.http.connection import Connection, ConnectionLimits
 from services.gateway.keys import FileKeys, KeySource, UrlKeys
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.models import Catalogue
+from services.gateway.models import Models
 from services.gateway.oidc import OidcKeys
 from services.gateway.orgs import Orgs
 from services.gateway.server import SERVICE_NAMES, make_server
 from services.gateway.settings import GatewaySettings
+from services.policy.watched import PolicyFile
 
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
@@ -72,17 +74,19 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 
 def build(settings: GatewaySettings, registry: CollectorRegistry) -> Gateway:
     """The gateway's parts, from its settings."""
-    catalogue = Catalogue.from_entries(settings.models)
+    models = Models.from_entries(settings.models)
+    policy = PolicyFile(settings.policy_file)
     mesh = Mesh(settings.scheduler_addresses)
     return Gateway(
         authenticator=_authenticator(settings, ApiKeys(mesh)),
-        catalogue=catalogue,
+        catalogue=Catalogue(models, lambda: policy.policy.models),
         mesh=mesh,
         orgs=Orgs(mesh),
-        fleet=FleetWatch(mesh, catalogue),
+        fleet=FleetWatch(mesh, models),
         metrics=GatewayMetrics(registry),
         calls=OpenCalls(settings.max_open_calls),
         max_tokens_cap=settings.max_tokens_cap,
+        policy=policy,
     )
 
 

@@ -1,7 +1,5 @@
 """API keys: whose one is, asked for at a scheduler by its hash alone and known for some seconds. The key itself goes nowhere."""
 
-import hashlib
-import re
 import time
 from collections.abc import Callable
 
@@ -10,8 +8,8 @@ from services.common.errors import Code, StatusError
 from services.gateway.answers import Answers, Keeping
 from services.gateway.auth import ROLES, Caller, refused
 from services.gateway.mesh import Mesh
+from services.policy import api_key
 
-_SHAPE = re.compile(r"fb_[A-Za-z0-9_-]{16,253}")
 _ASK_SECONDS = 1.0
 _NOBODYS = "it is no API key that is known here: it may be revoked; make one with `forebay keys create`"
 
@@ -27,9 +25,9 @@ class ApiKeys:
 
     async def caller(self, key: str) -> Caller:
         """Whom a key names. Raises UNAUTHENTICATED; UNAVAILABLE while no scheduler answers and the key isn't known."""
-        if not _SHAPE.fullmatch(key):
-            raise refused("it is not an API key: one is fb_ and letters, digits, '-' and '_'")
-        owner = await self._owners.get(hashlib.sha256(key.encode()).digest())
+        if not api_key.is_key(key):
+            raise refused("it is not a whole API key: copy it again")
+        owner = await self._owners.get(api_key.key_hash(key))
         if owner.expires_at and owner.expires_at <= self._clock():
             raise refused("it is an API key that has expired: make a new one with `forebay keys create`")
         roles = ROLES.intersection(owner.roles)

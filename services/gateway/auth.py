@@ -21,6 +21,7 @@ from jwt.exceptions import (
 
 from services.common.errors import Code, StatusError
 from services.gateway.keys import KeySource
+from services.policy import api_key
 
 ROLES = frozenset({"user", "operator"})
 MAX_TOKEN_BYTES = 16 << 10
@@ -51,7 +52,6 @@ class Caller:
             raise StatusError(Code.PERMISSION_DENIED, f"this needs a token with the role {role}: ask your operator for one")
 
 
-API_KEY_PREFIX = "fb_"
 ApiKeyOwner = Callable[[str], Awaitable[Caller]]
 """The caller behind an API key; UNAUTHENTICATED where there is none."""
 
@@ -78,7 +78,7 @@ class Authenticator:
     async def authenticate(self, authorization: str | None) -> Caller:
         """The caller behind an `authorization` header. Raises UNAUTHENTICATED with a plain reason, never with the token."""
         token = _bearer(authorization)
-        if self._api_key_owner is not None and token.startswith(API_KEY_PREFIX):
+        if self._api_key_owner is not None and token.startswith(api_key.PREFIX):
             return await self._api_key_owner(token)
         if not _COMPACT.fullmatch(token):
             raise refused("it is not a signed JWT of three parts")

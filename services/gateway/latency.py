@@ -6,13 +6,14 @@ from typing import NamedTuple, TypeAlias
 from forebay.v1 import types_pb2
 from services.common.errors import invalid
 from services.gateway.field import shown
+from services.policy.classes import ClassPolicy
 
 LatencyClass: TypeAlias = types_pb2.LatencyClass.ValueType
 UNSPECIFIED = types_pb2.LATENCY_CLASS_UNSPECIFIED
 REALTIME, STANDARD, BATCH = types_pb2.LATENCY_CLASS_REALTIME, types_pb2.LATENCY_CLASS_STANDARD, types_pb2.LATENCY_CLASS_BATCH
 
 DEADLINE_SECONDS: Mapping[LatencyClass, float] = {REALTIME: 120.0, STANDARD: 600.0, BATCH: 86_400.0}
-"""Of a request that names none."""
+"""Of a request that names none, where the policy says nothing else."""
 CLASSES: Mapping[str, LatencyClass] = {
     "realtime": REALTIME,
     "standard": STANDARD,
@@ -33,6 +34,11 @@ def latency_class(value: object, name: str = "class") -> LatencyClass:
     if not isinstance(value, str) or value not in CLASSES:
         raise invalid(name, f"{name} is {shown(value)}: it must be one of {', '.join(CLASSES)}")
     return CLASSES[value]
+
+
+def deadlines(classes: Mapping[int, ClassPolicy]) -> Mapping[LatencyClass, float]:
+    """Seconds that requests of each class have where they name none."""
+    return {name: classes[name].deadline_seconds or seconds for name, seconds in DEADLINE_SECONDS.items()}
 
 
 class Granted(NamedTuple):

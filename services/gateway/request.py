@@ -57,6 +57,7 @@ class Envelope:
     policy: types_pb2.OrgPolicy = field(default_factory=types_pb2.OrgPolicy)  # the caller's org's
     latency_class: LatencyClass = UNSPECIFIED
     deadline_seconds: float | None = None  # None: the class's
+    deadlines: Mapping[LatencyClass, float] = field(default_factory=lambda: DEADLINE_SECONDS)  # by class, where there is none
     label: object = None  # the client's, unchecked
     echo: bool = False
     max_tokens_cap: int = 32_768
@@ -173,7 +174,7 @@ async def _admit_head(envelope: Envelope, fields: Mapping[str, object], *, with_
         name = envelope.name("latency_class")
         raise invalid(name, f"{name} is {envelope.latency_class}: it must be realtime (1), standard (2) or batch (3)")
     granted = grant(envelope.latency_class, envelope.policy, with_tools=with_tools)
-    deadline = _deadline(envelope.deadline_seconds, granted.latency_class)
+    deadline = _deadline(envelope.deadline_seconds, envelope.deadlines[granted.latency_class])
     if not envelope.model.version:
         raise unavailable(f"no worker has loaded {envelope.model.name} yet: try again", reason="NO_WORKER")
     if sampling.grammar is not None:
@@ -193,9 +194,9 @@ async def _check_grammar(envelope: Envelope, grammar: Grammar) -> None:
         raise unavailable(f"{error}: try again", reason="TOO_MANY_GRAMMARS") from None
 
 
-def _deadline(seconds: float | None, granted: LatencyClass) -> float:
+def _deadline(seconds: float | None, otherwise: float) -> float:
     if seconds is None:
-        return DEADLINE_SECONDS[granted]
+        return otherwise
     if math.isnan(seconds) or seconds <= 0:
         raise StatusError(Code.DEADLINE_EXCEEDED, "the deadline had passed when the request came: allow more time")
     return min(seconds, _MAX_DEADLINE_SECONDS)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError, invalid
 from services.gateway.auth import Caller
 from services.gateway.gateway import Gateway
@@ -91,19 +93,19 @@ class Face:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        await self._authenticate(request)
-        return _json({"object": "list", "data": [_model(model) for model in self._gateway.catalogue.list()]})
+        policy = await self._policy(await self._authenticate(request))
+        return _json({"object": "list", "data": [_model(model) for model in self._gateway.catalogue.list(policy)]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
-        await self._authenticate(request)
-        return _json(_model(self._gateway.catalogue.resolve(request.path_params["name"])))
+        policy = await self._policy(await self._authenticate(request))
+        return _json(_model(self._gateway.catalogue.describe(request.path_params["name"], policy)))
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        await self._authenticate(request)
+        caller = await self._authenticate(request)
         body = await self._body(request, fields.TOKENIZE)
-        model = self._model(body)
+        model = self._model(body, await self._policy(caller))
         text, messages = body.get("prompt"), body.get("messages")
         if (text is None) == (messages is None):
             raise invalid("prompt", "send either prompt or messages")
@@ -130,7 +132,12 @@ class Face:
         given = request.headers.getlist("authorization")
         if len(given) > 1:
             raise StatusError(Code.UNAUTHENTICATED, f"authorization is given {len(given)} times: send one", reason="AMBIGUOUS_TOKEN")
-        return await self._gateway.authenticator.authenticate(given[0] if given else None)
+        caller = await self._gateway.authenticator.authenticate(given[0] if given else None)
+        caller.require("user")
+        return caller
+
+    async def _policy(self, caller: Caller) -> types_pb2.OrgPolicy:
+        return await self._gateway.orgs.policy(caller.org)
 
     async def _body(self, request: Request, known: fields.Fields) -> dict[str, Any]:
         body = await read_json(request)
@@ -139,23 +146,26 @@ class Face:
             edge.of(request)["x-forebay-ignored"] = fields.named(unknown)
         return body
 
-    def _model(self, body: Mapping[str, Any]) -> ServedModel:
+    def _model(self, body: Mapping[str, Any], policy: types_pb2.OrgPolicy, sticky: str = "") -> ServedModel:
         name = body.get("model")
         if name is not None and not isinstance(name, str):
             raise invalid("model", "model must be a string: see /v1/models")
-        return self._gateway.catalogue.resolve(name or "")
+        return self._gateway.catalogue.resolve(name or "", policy, sticky)
 
     async def _envelope(
         self, request: Request, body: Mapping[str, Any], caller: Caller, *, echo: bool = False, names: Mapping[str, str] | None = None
     ) -> Envelope:
-        validate_label(body.get("user"), name="user")  # kept nowhere
+        user, label = validate_label(body.get("user"), name="user"), request.headers.get("x-request-id")
+        policy = await self._policy(caller)
         return Envelope(
             caller=caller,
-            model=self._model(body),
-            policy=await self._gateway.orgs.policy(caller.org),
+            # Of a canary's models, a user's conversations stay with one.
+            model=self._model(body, policy, sticky=user or label or uuid.uuid4().hex),
+            policy=policy,
             latency_class=_class(request, body),
             deadline_seconds=_deadline(request),
-            label=request.headers.get("x-request-id"),
+            deadlines=self._gateway.deadlines,
+            label=label,
             echo=echo,
             max_tokens_cap=self._gateway.max_tokens_cap,
             names={"label": "x-request-id", **(names or {})},

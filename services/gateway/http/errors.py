@@ -34,14 +34,7 @@ _TYPE = {
 }
 
 
-# Reasons of the scheduler, and OpenAI's words for them: (type, code).
-_NEVER = "NEVER_FITS"
-_OVER_QUOTA = {
-    "REQUESTS_EXCEEDED": ("requests", "rate_limit_exceeded"),
-    "TOKENS_EXCEEDED": ("tokens", "rate_limit_exceeded"),
-    "CONCURRENCY_EXCEEDED": ("requests", "rate_limit_exceeded"),
-    _NEVER: ("insufficient_quota", "insufficient_quota"),
-}
+_OVER_QUOTA, _NEVER_FITS = "QUOTA_EXCEEDED", "REQUEST_TOO_LARGE"  # the scheduler's reasons
 
 
 class HttpError(StatusError):
@@ -58,11 +51,13 @@ def status_of(error: StatusError) -> int:
 
 
 def body_of(error: StatusError) -> dict[str, Any]:
-    """The error object. `code` is the machine-readable reason in lower case."""
+    """The error object. `code` is the machine-readable reason in lower case, or OpenAI's word for a quota's."""
     status = status_of(error)
     kind, code = _TYPE.get(status, "invalid_request_error" if status < 500 else "server_error"), error.reason.lower()
-    if status == 429:
-        kind, code = _OVER_QUOTA.get(error.reason, (kind, code))
+    if error.reason == _OVER_QUOTA:
+        kind, code = ratelimit.unit_of(error), "rate_limit_exceeded"
+    elif error.reason == _NEVER_FITS:
+        kind = code = "insufficient_quota"
     param = error.violations[0].field if error.violations else None
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
@@ -71,7 +66,7 @@ def response(error: StatusError, headers: dict[str, str] | None = None) -> Respo
     """The whole answer."""
     out = dict(headers or {}) | ratelimit.of_error(error)
     status = status_of(error)
-    if error.reason == _NEVER:
+    if error.reason == _NEVER_FITS:
         out["x-should-retry"] = "false"  # as it is, it can never fit
     elif status in (429, 503):
         seconds = error.retry_after_seconds or 1.0

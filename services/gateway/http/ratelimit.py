@@ -2,6 +2,8 @@
 
 import math
 
+from google.rpc import error_details_pb2
+
 from forebay.v1 import types_pb2
 from services.common.errors import StatusError
 
@@ -25,6 +27,13 @@ def of_error(error: StatusError) -> dict[str, str]:
     """The headers of a refusal that says where the quota stands; none for any other."""
     quota = types_pb2.QuotaState()
     return next((headers(quota) for detail in error.details if detail.Unpack(quota)), {})
+
+
+def unit_of(error: StatusError) -> str:
+    """What a refusal is about: "tokens", or "requests", as OpenAI's errors say in their type."""
+    failure = error_details_pb2.QuotaFailure()
+    kinds = [broken.description.partition(":")[0] for detail in error.details if detail.Unpack(failure) for broken in failure.violations]
+    return "tokens" if kinds[:1] == ["tokens"] else "requests"
 
 
 def span(seconds: float) -> str:
