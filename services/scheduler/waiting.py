@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from services.common.errors import Code, StatusError
 from services.scheduler.ledger import Lease
 from services.scheduler.policy.order import Ticket
+from services.scheduler.quota import UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Waiter:
         self.lost_epoch = lost_epoch
         self.traceparent = traceparent
         self.enqueued = False
+        self.quota = UNKNOWN
+        """Where the org stood when this ticket was reserved."""
         self._tell_seconds = tell_seconds
         self._tell_at = 0.0
         self._position: Position | None = None
@@ -118,6 +121,11 @@ class Waiting:
         """Ends every wait."""
         for waiter in self:
             waiter.settle(error)
+
+
+def deadline_passed() -> StatusError:
+    """For a request that waited too long."""
+    return StatusError(Code.DEADLINE_EXCEEDED, "the deadline passed while the request was queued", reason="DEADLINE")
 
 
 def superseded() -> StatusError:

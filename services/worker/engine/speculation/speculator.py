@@ -17,6 +17,8 @@ from services.worker.engine.speculation.step_time import Load, StepTime
 
 _LEAST_RETURN = 1.25  # times what it costs, for each draft: at break-even there is nothing to gain, and estimates to lose by
 _LEAST_GAIN = 0.03  # of the tokens per second: less is lost in what the estimates are off by
+_PATIENCE = 16  # steps without a draft, after which only each fourth is looked at: looking in vain costs 3 % of a step
+_STRIDE = 4
 _PROBE_INTERVAL = 64  # steps without a draft for want of gain, after which one is made to see whether that still holds
 
 
@@ -50,9 +52,15 @@ class Speculator:
         self.acceptance = Acceptance(drafter.prior)
         self._outlooks: dict[Sequence, Outlook] = {}  # of this step
         self._num_idle_steps = 0  # since the last draft, or chance of one
+        self._looks = True  # at this step
 
     def plan(self, spans: Seq[Span], room: Callable[[Span], int], budget: int) -> list[int]:
         """How many drafts each span should get: at most as there is room for, and `budget` in all."""
+        self._outlooks.clear()
+        self._looks = self._num_idle_steps < _PATIENCE or self._num_idle_steps % _STRIDE == 0
+        if not self._looks:
+            self._num_idle_steps += 1
+            return [0] * len(spans)
         tokens, seconds = float(sum(span.samples for span in spans)), self._step_time.seconds(load_of(spans))
         probing = self._num_idle_steps >= _PROBE_INTERVAL
         # Less likely drafts take more time than they bring tokens.
@@ -63,13 +71,13 @@ class Speculator:
             return counts
         for prospect, count in zip(prospects, self._best_counts(prospects, tokens, seconds, budget), strict=True):
             counts[prospect.span] = count
+        self._num_idle_steps = 0 if any(counts) else self._num_idle_steps + 1
         if probing and prospects and not any(counts):
             counts[max(prospects, key=lambda prospect: prospect.chance).span] = 1
-        self._num_idle_steps = 0 if any(counts) else self._num_idle_steps + 1
+            self._num_idle_steps = _PATIENCE
         return counts
 
     def _prospects(self, spans: Seq[Span], room: Callable[[Span], int], least_chance: float) -> list[_Prospect]:
-        self._outlooks.clear()
         prospects = []
         for index, span in enumerate(spans):
             sequence = span.sequence
@@ -144,8 +152,9 @@ class Speculator:
         return num_accepted
 
     def observe(self, spans: Seq[Span], seconds: float) -> None:
-        """How long the step with these spans took."""
-        self._step_time.record(load_of(spans), seconds)
+        """How long the step with these spans took. Of steps that weren't looked at nothing is learned: there are enough of their kind."""
+        if self._looks:
+            self._step_time.record(load_of(spans), seconds)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended. Idempotent."""
