@@ -10,8 +10,8 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from forebay.v1 import admin_pb2
+from services.cli import admin
 from services.cli import keys as identity
-from services.cli import operator
 from services.cli.home import Home
 from services.cli.options import span, text
 from services.cli.output import NOTHING, as_dict, print_json, when
@@ -58,7 +58,7 @@ def create(
     """Makes an API key and prints it, this once: only a hash of it is kept."""
     roles = ["user", "operator"] if as_operator else ["user"]
     request = admin_pb2.CreateKeyRequest(org=org, name=name, roles=roles, lifetime_seconds=expires or 0.0)
-    made = operator.ask(lambda stub: stub.CreateKey, request, admin_pb2.CreateKeyResponse)
+    made = admin.ask(lambda stub: stub.CreateKey, request, admin_pb2.CreateKeyResponse)
     if as_json:
         print_json(as_dict(made))
         return
@@ -70,7 +70,7 @@ def create(
 @app.command("list")
 def list_keys(org: Org = "", as_json: Json = False) -> None:
     """Lists API keys, without what they consist of."""
-    listed = operator.ask(lambda stub: stub.ListKeys, admin_pb2.ListKeysRequest(org=org), admin_pb2.ListKeysResponse)
+    listed = admin.ask(lambda stub: stub.ListKeys, admin_pb2.ListKeysRequest(org=org), admin_pb2.ListKeysResponse)
     if as_json:
         print_json(as_dict(listed))
     elif listed.keys:
@@ -84,7 +84,7 @@ def revoke(
     key_id: Annotated[str, typer.Argument(metavar="ID", parser=text("ID"), help="As `forebay keys list` shows it.")], as_json: Json = False
 ) -> None:
     """Makes an API key worthless, everywhere within seconds."""
-    answer = operator.ask(lambda stub: stub.RevokeKey, admin_pb2.RevokeKeyRequest(key_id=key_id), admin_pb2.RevokeKeyResponse)
+    answer = admin.ask(lambda stub: stub.RevokeKey, admin_pb2.RevokeKeyRequest(key_id=key_id), admin_pb2.RevokeKeyResponse)
     if as_json:
         print_json(as_dict(answer))
     else:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from forebay.v1 import admin_pb2, types_pb2
-from services.cli import operator
+from services.cli import admin
 from services.cli.options import shown, text
 from services.cli.output import NOTHING, as_dict, class_word, limit, print_json
 from services.cli.problem import Usage
@@ -33,7 +33,7 @@ def orgs(context: typer.Context, as_json: Json = False) -> None:
 @app.command("list")
 def list_orgs(as_json: Json = False) -> None:
     """Lists the orgs that the policy file or an operator names; `*` is any other."""
-    listed = operator.ask(lambda stub: stub.ListOrgs, admin_pb2.ListOrgsRequest(), admin_pb2.ListOrgsResponse)
+    listed = admin.ask(lambda stub: stub.ListOrgs, admin_pb2.ListOrgsRequest(), admin_pb2.ListOrgsResponse)
     if as_json:
         print_json(as_dict(listed))
     else:
@@ -56,13 +56,13 @@ def set_org(
         else:
             setattr(policy, field, value)
     request = admin_pb2.SetOrgRequest(policy=policy, fields=[field for field, _ in fields])
-    _show(operator.ask(lambda stub: stub.SetOrg, request, admin_pb2.SetOrgResponse), as_json)
+    _show(admin.ask(lambda stub: stub.SetOrg, request, admin_pb2.SetOrgResponse), as_json)
 
 
 @app.command("reset")
 def reset_org(org: Org, as_json: Json = False) -> None:
     """Takes an org's overrides back: the policy file holds again."""
-    _show(operator.ask(lambda stub: stub.ResetOrg, admin_pb2.ResetOrgRequest(org=org), admin_pb2.ResetOrgResponse), as_json)
+    _show(admin.ask(lambda stub: stub.ResetOrg, admin_pb2.ResetOrgRequest(org=org), admin_pb2.ResetOrgResponse), as_json)
 
 
 def _take(setting: str) -> tuple[str, object]:

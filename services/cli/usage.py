@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from forebay.v1 import admin_pb2
-from services.cli import operator
+from services.cli import admin
 from services.cli.options import text, whole
 from services.cli.output import as_dict, class_word, print_json, when
 from services.cli.table import Column, print_table
@@ -26,7 +26,7 @@ def usage(
 ) -> None:
     """Shows what orgs have used, by day, model and class."""
     request = admin_pb2.GetUsageRequest(org=org, days=days)
-    used = operator.ask(lambda stub: stub.GetUsage, request, admin_pb2.GetUsageResponse)
+    used = admin.ask(lambda stub: stub.GetUsage, request, admin_pb2.GetUsageResponse)
     if as_json:
         print_json(as_dict(used))
     elif used.rows:
@@ -40,7 +40,7 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """Shows the latest acts of operators, newest first."""
-    listed = operator.ask(lambda stub: stub.ListAudit, admin_pb2.ListAuditRequest(limit=limit), admin_pb2.ListAuditResponse)
+    listed = admin.ask(lambda stub: stub.ListAudit, admin_pb2.ListAuditRequest(limit=limit), admin_pb2.ListAuditResponse)
     if as_json:
         print_json(as_dict(listed))
     elif listed.entries:
