@@ -14,7 +14,7 @@ PROTOS := $(wildcard protos/forebay/v1/*.proto)
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine bench-quality bench-peers \
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes \
   bench-speculation speculation-lossless config-table compose-smoke clean
 
 help: ## This list
@@ -113,6 +113,12 @@ bench-quality: setup ## Perplexity, KL and agreement of every level and cache fo
 
 bench-peers: setup ## The mesh beside llama.cpp, vLLM and OpenVINO, which it installs into .peers (ARGS='--parts main --rounds 1', say)
 	@$(BIN)/python -m bench.peers $(ARGS)
+
+bench-paper: setup ## Static batching beside continuous batching on the Azure traces' lengths, with the bounds, as JSON lines
+	@$(BIN)/python -m bench.paper $(ARGS)
+
+bench-classes: setup ## Realtime among batch requests of three orgs: latency, throughput and fairness, as JSON lines
+	@$(BIN)/python -m bench.classes $(ARGS)
 
 bench-speculation: setup ## Speculation on against off, by kind of answer, as JSON lines (ARGS='--rounds 3', say)
 	@$(BIN)/python -m bench.speculation $(ARGS)

@@ -27,10 +27,15 @@ def _scaled(tokens: str, scale: float) -> int:
     return max(1, round(int(tokens) * scale))
 
 
-def from_trace(path: Path, scale: float) -> Lengths:
-    """Rows of an Azure LLM inference trace (TIMESTAMP, ContextTokens, GeneratedTokens), lengths times `scale`."""
+def scaled_pairs(path: Path, prompt_scale: float, output_scale: float) -> Sequence[tuple[int, int]]:
+    """(prompt, output) of an Azure LLM inference trace's rows (TIMESTAMP, ContextTokens, GeneratedTokens), each times its factor."""
     with path.open(newline="") as file:
-        pairs: Sequence[tuple[int, int]] = [
-            (_scaled(row["ContextTokens"], scale), _scaled(row["GeneratedTokens"], scale)) for row in csv.DictReader(file)
+        return [
+            (_scaled(row["ContextTokens"], prompt_scale), _scaled(row["GeneratedTokens"], output_scale)) for row in csv.DictReader(file)
         ]
+
+
+def from_trace(path: Path, scale: float) -> Lengths:
+    """Drawn from a trace's rows, lengths times `scale`."""
+    pairs = scaled_pairs(path, scale, scale)
     return Lengths(lambda rng: rng.choice(pairs), sum(map(sum, pairs)) / len(pairs))

@@ -5,14 +5,19 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
+import jwt
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from forebay.v1 import inference_pb2, inference_pb2_grpc
 from services.cli.home import Home
+from services.cli.keys import AUDIENCE, ISSUER
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Mesh:
     """Where the two faces are, and the first model's facts."""
 
     pid: int
+    keys: Path
+    """Where its development key is."""
     grpc_address: str
     http_url: str
     token: str
@@ -52,7 +59,7 @@ def find() -> Mesh:
     running = home.read()
     if running is None:
         sys.exit(f"no mesh is up from {home.path}: start one with `make up`, or pass --start")
-    return _described(running.pid, running.grpc_address, running.http_base_url, running.token)
+    return _described(running.pid, home, running.grpc_address, running.http_base_url, running.token)
 
 
 @contextmanager
@@ -68,15 +75,24 @@ def started(up_arguments: Sequence[str] = (), environment: Mapping[str, str] | N
             up = next((event for event in map(json.loads, process.stdout) if event["event"] == "up"), None)
             if up is None:
                 sys.exit("the mesh did not come up")
-            yield _described(process.pid, up["grpc_address"], up["http_base_url"], up["token"])
+            yield _described(process.pid, Home(Path(folder)), up["grpc_address"], up["http_base_url"], up["token"])
         finally:
             process.terminate()
             process.communicate(timeout=60)
 
 
-def _described(pid: int, grpc_address: str, http_url: str, token: str) -> Mesh:
+def _described(pid: int, home: Home, grpc_address: str, http_url: str, token: str) -> Mesh:
     with grpc.insecure_channel(grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         listed = stub.ListModels(inference_pb2.ListModelsRequest(), metadata=(("authorization", f"Bearer {token}"),), timeout=10)
     first = listed.models[0]
-    return Mesh(pid, grpc_address, http_url, token, first.name, first.vocab_size)
+    return Mesh(pid, home.keys, grpc_address, http_url, token, first.name, first.vocab_size)
+
+
+def org_token(mesh: Mesh, org: str, lifetime_seconds: float = 7200.0) -> str:
+    """A token by which a client of that mesh belongs to `org`, signed with its development key."""
+    key = load_pem_private_key((mesh.keys / "ed25519.pem").read_bytes(), password=None)
+    key_id = json.loads((mesh.keys / "jwks.json").read_bytes())["keys"][0]["kid"]
+    now = time.time()
+    claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "bench", "owner": org, "iat": now, "exp": now + lifetime_seconds}
+    return jwt.encode(claims, key, algorithm="EdDSA", headers={"kid": key_id})  # type: ignore[arg-type]  # an Ed25519 key, as it was made

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,16 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import aiohttp
 import httpx
 import psutil
 
 from bench import peer_checkpoint, peer_venvs
 from bench.mesh import HttpFace, started
 from bench.peer_venvs import PeerError
-from bench.serving import Timing, closed_loop, http_client
+from bench.serving import Timing, closed_loop, http_client, http_session
 
 _READY_SECONDS = 600.0
 _CACHE_BYTES = 1 << 30
+_STEP_TOKENS = 256  # prompts come in pieces as large as OpenVINO's
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Server:
         """See System."""
         try:
             timings = asyncio.run(self._closed_loop(load))
-        except (httpx.HTTPError, RuntimeError) as error:
+        except (aiohttp.ClientError, RuntimeError) as error:
             raise PeerError(f"{self.face.url} failed: {error!r}") from error
         if any(round(sum(timing.tokens)) != load.max_tokens for timing in timings):
             raise PeerError(f"{self.face.url} gave another number of tokens than {load.max_tokens}")
@@ -85,7 +88,7 @@ class Server:
 
     async def _closed_loop(self, load: Load) -> list[Timing]:
         prompts = iter(load.prompts)
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:
+        async with http_session() as client:
             ask = http_client(self.face, client)
 
             async def send() -> Timing:
@@ -99,8 +102,9 @@ class Server:
 class Pipeline:
     """One that is a library: a process beside this one holds it, and its clients too."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
         self.pid = process.pid
+        self._name = name
         self._process = process
 
     def run(self, load: Load) -> list[Timing]:
@@ -119,7 +123,7 @@ class Pipeline:
             if line.startswith("{"):
                 found: dict[str, Any] = json.loads(line)
                 return found
-        raise PeerError("openvino ended before its answer")
+        raise PeerError(f"{self._name} ended before its answer")
 
 
 def suspend(system: System) -> None:
@@ -140,7 +144,7 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def mesh(level: str) -> Callable[[Site], AbstractContextManager[System]]:
-    """Forebay with weights at a level. Speculation is off, as with the peers; prompts come in pieces as large as OpenVINO's."""
+    """Forebay with weights at a level. Speculation is off, as with the peers."""
 
     @contextmanager
     def opened(site: Site) -> Iterator[System]:
@@ -148,7 +152,7 @@ def mesh(level: str) -> Callable[[Site], AbstractContextManager[System]]:
             "FOREBAY_PREFIX_CACHE": str(site.prefix_cache).lower(),
             "FOREBAY_SPECULATION": "0",
             "FOREBAY_MAX_SEQUENCES": str(site.max_sequences),
-            "FOREBAY_MAX_STEP_TOKENS": "256",
+            "FOREBAY_MAX_STEP_TOKENS": str(_STEP_TOKENS),
             "FOREBAY_KV_MEMORY": str(_CACHE_BYTES),
         }
         with started(["--model", str(site.gguf), "--level", level], environment) as up:
@@ -206,6 +210,27 @@ def vllm(site: Site) -> Iterator[System]:
         yield server
 
 
+def engine(level: str) -> Callable[[Site], AbstractContextManager[System]]:
+    """Forebay's engine called in its own process: the bound of what the mesh can reach."""
+
+    @contextmanager
+    def opened(site: Site) -> Iterator[System]:
+        options = {
+            "path": str(site.gguf),
+            "level": level,
+            "num_threads": site.num_threads,
+            "prefix_cache": site.prefix_cache,
+            "max_sequences": site.max_sequences,
+            "max_length": site.max_length,
+            "max_step_tokens": _STEP_TOKENS,
+        }
+        site.root.mkdir(parents=True, exist_ok=True)
+        with _pipeline(f"engine_{level}", [sys.executable, "-m", "bench.peer_engine", json.dumps(options)], site.root) as pipeline:
+            yield pipeline
+
+    return opened
+
+
 @contextmanager
 def openvino(site: Site) -> Iterator[System]:
     """OpenVINO GenAI's continuous batching in int8, called in its own process: no HTTP between it and its clients."""
@@ -213,12 +238,7 @@ def openvino(site: Site) -> Iterator[System]:
     folder = peer_checkpoint.openvino_folder(peer_checkpoint.safetensors_folder(site.gguf, site.root), python)
     script = Path(__file__).with_name("peer_openvino.py")
     options = {"folder": str(folder), "num_threads": site.num_threads, "cache_gb": _CACHE_BYTES >> 30, "prefix_cache": site.prefix_cache}
-    command = [str(python), str(script), json.dumps(options)]
-    with (site.root / "openvino-run.log").open("w") as log:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-    pipeline = Pipeline(process)
-    with _ended(process):
-        pipeline.read()
+    with _pipeline("openvino", [str(python), str(script), json.dumps(options)], site.root) as pipeline:
         yield pipeline
 
 
@@ -226,10 +246,22 @@ SYSTEMS: dict[str, Callable[[Site], AbstractContextManager[System]]] = {
     "mesh_int4": mesh("int4"),
     "mesh_int8": mesh("int8"),
     "mesh_bf16": mesh("bf16"),
+    "engine_int4": engine("int4"),
     "llama_cpp": llama_cpp,
     "vllm": vllm,
     "openvino": openvino,
 }
+
+
+@contextmanager
+def _pipeline(name: str, command: Sequence[str], root: Path) -> Iterator[Pipeline]:
+    """A library's process once its model is loaded. What it logs is in a file."""
+    with (root / f"{name}-run.log").open("w") as log:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+    pipeline = Pipeline(name, process)
+    with _ended(process):
+        pipeline.read()
+        yield pipeline
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The mesh beside other engines on this machine's cores: output tokens/s and TTFT of closed-loop clients, medians of interleaved rounds.
 
-Every system has the same model, prompts' lengths and clients; while one is measured, all processes of the others are suspended. Installs
-the peers into --root first. Prints JSON lines {"figure", "value", "unit", "target", "holds"}; what couldn't be measured is null there.
+Every system has the same model, prompts' lengths and clients; while one is measured, all processes of the others are suspended. Beside
+them stands our engine alone: `peers_bound` is what the mesh would reach if all but that cost nothing. Installs the peers into --root
+first. Prints JSON lines {"figure", "value", "unit", "target", "holds"}; what couldn't be measured is null there.
 """
 
 import argparse
@@ -89,6 +90,9 @@ def comparisons(parts: Sequence[str], concurrencies: Sequence[int]) -> Iterator[
         [ours], theirs = cells("main", concurrency, "mesh_int4"), cells("main", concurrency, *PEERS)
         yield Comparison(f"peers_c{concurrency}", ours, theirs, TARGETS.get(f"peers_c{concurrency}"))
         yield Comparison(f"peers_ttft_c{concurrency}", ours, theirs, 1.0 if concurrency == LIKE_FOR_LIKE else None, ttft=True)
+        [bound] = cells("main", concurrency, "engine_int4")
+        yield Comparison(f"peers_bound_c{concurrency}", bound, theirs, None)
+        yield Comparison(f"peers_mesh_share_c{concurrency}", ours, (bound,), None)
     for part, peer, target in (("bf16", "vllm", 1.0), ("int8", "openvino", None)):
         if part in parts:
             ours, *rest = cells("main", LIKE_FOR_LIKE, f"mesh_{part}", peer)
@@ -96,6 +100,8 @@ def comparisons(parts: Sequence[str], concurrencies: Sequence[int]) -> Iterator[
     if "prefix" in parts:
         ours, *rest = cells("prefix", LIKE_FOR_LIKE, "mesh_int4", *PEERS)
         yield Comparison(f"peers_prefix_c{LIKE_FOR_LIKE}", ours, tuple(rest), 2.0)
+        [bound] = cells("prefix", LIKE_FOR_LIKE, "engine_int4")
+        yield Comparison(f"peers_prefix_bound_c{LIKE_FOR_LIKE}", bound, tuple(rest), None)
 
 
 def prompts(rng: random.Random, kind: str, count: int, vocab_size: int, shared: Sequence[int]) -> list[list[int]]:

@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import aiohttp
 import grpc
-import httpx
+import orjson
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
@@ -79,7 +80,12 @@ def grpc_client(mesh: Mesh, channel: grpc.aio.Channel) -> Ask:
     return ask
 
 
-def http_client(face: HttpFace, client: httpx.AsyncClient) -> Ask:
+def http_session() -> aiohttp.ClientSession:
+    """As many connections as there are requests, each with all the time that it takes. It shares the cores, so it must cost little."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+
+
+def http_client(face: HttpFace, client: aiohttp.ClientSession) -> Ask:
     """Asks over POST /v1/completions with server-sent events. A chunk counts by its text's share, as it doesn't tell its tokens."""
 
     async def ask(prompt: list[int], max_tokens: int, seed: int, timing: Timing) -> None:
@@ -94,13 +100,13 @@ def http_client(face: HttpFace, client: httpx.AsyncClient) -> Ask:
             "stream_options": {"include_usage": True},
         }
         headers = {"authorization": f"Bearer {face.token}"} if face.token else {}
-        async with client.stream("POST", f"{face.url}/completions", json=body, headers=headers, timeout=None) as response:
-            if response.status_code != 200:
-                raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread())[:300]!r}")
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
+        async with client.post(f"{face.url}/completions", json=body, headers=headers) as response:
+            if response.status != 200:
+                raise RuntimeError(f"HTTP {response.status}: {(await response.read())[:300]!r}")
+            async for event in response.content:
+                if not event.startswith(b"data: {"):
                     continue
-                chunk = json.loads(line[6:])
+                chunk = orjson.loads(event[6:])
                 if chunk["choices"]:
                     timing.arrived(len(chunk["choices"][0]["text"]))
                 if chunk.get("usage"):
@@ -189,7 +195,7 @@ async def run(args: argparse.Namespace, mesh: Mesh) -> None:
     lengths = from_trace(Path(args.trace), args.scale) if args.trace else fixed(args.prompt_tokens, args.output_tokens)
     async with contextlib.AsyncExitStack() as stack:
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(mesh.grpc_address))
-        client = await stack.enter_async_context(httpx.AsyncClient(limits=httpx.Limits(max_connections=None)))
+        client = await stack.enter_async_context(http_session())
         ask = grpc_client(mesh, channel) if args.face == "grpc" else http_client(mesh.http, client)
         progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
         seats = await resident_sequences(mesh, channel, lengths.mean)

@@ -11,10 +11,13 @@ import grpc
 
 from forebay.v1 import admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.common import errors, rpc
+from services.policy.org import OrgPolicy
+from services.policy.watched import PolicyFile
 from services.scheduler import keys
-from services.scheduler.ledger import Held, Lease, Ledger, Queued, Timing
+from services.scheduler.ledger import Held, Lease, Ledger, Queued, Settlement, Timing, View
 from services.scheduler.policy.order import Ticket
-from services.scheduler.policy.pick import Placement, Rules, ServedModel, Worker
+from services.scheduler.policy.pick import Placement, ServedModel, Worker
+from services.scheduler.policy.rules import Rules
 from services.scheduler.scheduler import Options, Scheduler
 from services.scheduler.server import add_services
 from services.scheduler.store import Store
@@ -50,9 +53,16 @@ class LedgerBench:
         self.store = store
         self.ledger = Ledger(store, "s1", max_queued=max_queued, timing=timing)
 
-    async def enqueue(self, ticket: Ticket, holder: str = "h", *, lost_epoch: int = 0, deadline_seconds: float = 60.0) -> Any:
-        """See Ledger.enqueue."""
-        return await self.ledger.enqueue(ticket, holder, deadline_seconds=deadline_seconds, lost_epoch=lost_epoch)
+    async def enqueue(
+        self, ticket: Ticket, holder: str = "h", *, lost_epoch: int = 0, deadline_seconds: float = 60.0, org: OrgPolicy | None = None
+    ) -> Any:
+        """See Ledger.enqueue. Without a policy the org is not limited."""
+        org = org or OrgPolicy(ticket.org)
+        return await self.ledger.enqueue(ticket, holder, org, deadline_seconds=deadline_seconds, lost_epoch=lost_epoch)
+
+    async def finish(self, request_id: str, epoch: int, num_output_tokens: int) -> tuple[bool, str]:
+        """See Ledger.finish."""
+        return await self.ledger.finish(request_id, epoch, Settlement(prompt_tokens=16, completion_tokens=num_output_tokens))
 
     async def queue(self, ticket: Ticket, holder: str = "h") -> Ticket:
         """The ticket with its order, queued."""
@@ -80,14 +90,26 @@ class LedgerBench:
 
     async def used(self, worker: Worker) -> tuple[int, int] | None:
         """Slots and blocks in use, None if the worker may not be used."""
-        usable, _ = await self.ledger.view([worker], 64)
+        usable = (await self.view(worker)).workers
         return (sum(usable[0].used_slots), sum(usable[0].used_blocks)) if usable else None
+
+    async def view(self, *workers: Worker, max_heads: int = 64, preemptible: bool = True) -> View:
+        """See Ledger.view."""
+        return await self.ledger.view(workers, max_heads, preemptible=preemptible)
+
+    async def served(self, ticket: Ticket) -> float | None:
+        """Tokens that the ticket's org was given in its line while it waits there, divided by its weight; None if it doesn't wait."""
+        line = keys.line_name(ticket.model, ticket.latency_class)
+        queue = keys.queue_name(ticket.model, ticket.latency_class, ticket.org)
+        return next((served for name, (served, _) in (await self.ledger.queued([line])).items() if name == queue), None)
 
     async def waiting(self) -> list[str]:
         """Request ids in all queues, by class and order."""
         survey = await self.ledger.survey()
         queued = await self.ledger.queued({line_of(queue) for queue in survey.queues})
-        return [request_id for _, request_id in sorted((order, request_id) for entries in queued.values() for request_id, order in entries)]
+        return [
+            request_id for _, request_id in sorted((order, request_id) for _, entries in queued.values() for request_id, order in entries)
+        ]
 
     async def sweep_until(self, request_id: str) -> str:
         """Sweeps until this one is swept; why it was."""
@@ -154,13 +176,14 @@ class RunningScheduler:
 
 @asynccontextmanager
 async def running_scheduler(
-    url: str, scheduler_id: str = "s1", *, redis_timeout: float = 2.0, **options: Any
+    url: str, scheduler_id: str = "s1", *, redis_timeout: float = 2.0, policy: PolicyFile | None = None, **options: Any
 ) -> AsyncIterator[RunningScheduler]:
     """A whole scheduler with fast clocks."""
     store = Store(url, timeout_seconds=redis_timeout)
     await store.open(wait_seconds=5)
     fast: dict[str, Any] = {"poll_seconds": 0.05, "tell_seconds": 0.05, "no_worker_seconds": 0.5, "timing": Timing(1.0, 1.0, 1.5, 0.5)}
-    scheduler = Scheduler(store, Options(scheduler_id=scheduler_id, **{**fast, **options}))
+    scheduler = Scheduler(store, Options(scheduler_id=scheduler_id, **{**fast, **options}), policy)
+    await scheduler.orgs.refresh()
     server = rpc.server()
     add_services(server, scheduler)
     port = rpc.bind(server, "127.0.0.1:0")

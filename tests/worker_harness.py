@@ -68,6 +68,10 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def forward(self, seconds: float) -> None:
+        """Time passes."""
+        self.now += seconds
+
 
 class ToyRunner:
     """Computes the next token from the sequence alone. A test holds it before a step, or makes it raise."""
@@ -76,6 +80,7 @@ class ToyRunner:
         self.num_steps = 0
         self.failing: set[tuple[str, int]] = set()  # (request id, output position) where SequenceError comes
         self.breaks_at_step: int | None = None  # there the whole engine fails
+        self.before_step: Callable[[], None] = lambda: None
         self._holds: Callable[[Batch], bool] = lambda _: False
         self._released = threading.Event()
         self.held = threading.Event()  # a step hangs now
@@ -113,6 +118,7 @@ class ToyRunner:
         if self._holds(batch):
             self.held.set()
             self._released.wait()
+        self.before_step()
         self.num_steps += 1
         if self.breaks_at_step is not None and self.num_steps >= self.breaks_at_step:
             raise RuntimeError("the device is gone")

@@ -17,7 +17,7 @@ class ClassPolicy:
     age_seconds: float
     """A ticket that has waited so long weighs twice as much, and again for each such time."""
     floor_share: float = 0.0
-    """Share of placements that the class keeps, whatever the others want, 0 .. 1."""
+    """Share of the tokens placed of a model that the class keeps while it has work, whatever the others want, 0 .. 1."""
     ttft_target_ms: float = 0.0
     tpot_target_ms: float = 0.0
     deadline_seconds: float = 0.0
@@ -25,7 +25,8 @@ class ClassPolicy:
 
 
 DEFAULT_CLASSES: Mapping[int, ClassPolicy] = {
-    REALTIME: ClassPolicy(weight=10, age_seconds=10, floor_share=0.0, ttft_target_ms=200, tpot_target_ms=50),
-    STANDARD: ClassPolicy(weight=1, age_seconds=10, floor_share=0.05, ttft_target_ms=2_000, tpot_target_ms=200),
-    BATCH: ClassPolicy(weight=0.1, age_seconds=10, floor_share=0.01),
+    REALTIME: ClassPolicy(weight=10, age_seconds=60, floor_share=0.5, ttft_target_ms=200, tpot_target_ms=50),
+    STANDARD: ClassPolicy(weight=1, age_seconds=16, floor_share=0.2, ttft_target_ms=2_000, tpot_target_ms=200),
+    BATCH: ClassPolicy(weight=0.1, age_seconds=8, floor_share=0.05),
 }
+"""A standard and a batch ticket outweigh a fresh realtime one after 53 s. Realtime hardly ages, or its overload would outrun them."""

@@ -117,4 +117,5 @@ def _node(event: yaml.Event, events: Iterator[yaml.Event]) -> Node:
 
 
 def _line(event: yaml.Event) -> int:
+    assert event.start_mark is not None, "the parser gives every event its place"
     return int(event.start_mark.line) + 1

@@ -29,13 +29,17 @@ class PolicyFile:
 
     @property
     def policy(self) -> Policy:
-        """The last good one, looking at most once a second whether the file has changed."""
-        if self._path is not None and self._clock() >= self._next_look:
-            self._next_look = self._clock() + CHECK_SECONDS
-            self._look(self._path)
+        """The last good one."""
+        self.look()
         return self._policy
 
-    def _look(self, path: Path) -> None:
+    def look(self) -> None:
+        """Reads the file again if it has changed, looking at most once a second."""
+        if self._path is not None and self._clock() >= self._next_look:
+            self._next_look = self._clock() + CHECK_SECONDS
+            self._read(self._path)
+
+    def _read(self, path: Path) -> None:
         try:
             stamp = _stamp(path)
             if stamp == self._stamp:

@@ -3,12 +3,15 @@
 import asyncio
 import functools
 import sys
+from contextlib import suppress
 
 from services.common import log, process, rpc
 from services.common.address import with_port
 from services.common.errors import StatusError
 from services.common.process import announce
 from services.common.settings import SettingsError, read
+from services.policy.document import PolicyError
+from services.policy.watched import PolicyFile
 from services.scheduler.scheduler import Options, Scheduler
 from services.scheduler.server import add_services
 from services.scheduler.settings import SchedulerSettings
@@ -19,8 +22,11 @@ DRAIN_SECONDS = 2.0
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     """One scheduler's whole life."""
+    policy = open_policy(settings)
     store = await open_store(settings)
-    scheduler = Scheduler(store, Options.of(settings))
+    scheduler = Scheduler(store, Options.of(settings), policy)
+    with suppress(StatusError):  # Redis has gone again: what operators have set is read when it is back.
+        await scheduler.orgs.refresh()
     server = rpc.server()
     add_services(server, scheduler)
     internal = process.InternalHttp(settings.internal_address, scheduler.metrics.registry, scheduler.not_ready_reason)
@@ -42,6 +48,14 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         await scheduler.drain()
         await internal.stop()
         await store.close()
+
+
+def open_policy(settings: SchedulerSettings) -> PolicyFile:
+    """The policy file that is set; SettingsError if it can't be used."""
+    try:
+        return PolicyFile(settings.policy_file)
+    except (PolicyError, OSError) as error:
+        raise SettingsError(f"FOREBAY_POLICY_FILE can't be used: {error}") from error
 
 
 async def open_store(settings: SchedulerSettings) -> Store:

@@ -9,8 +9,9 @@ from services.common.errors import StatusError
 from services.scheduler import keys
 from services.scheduler.ledger import Lease, Ledger
 from services.scheduler.metrics import Metrics, class_label
-from services.scheduler.policy.order import arrange
-from services.scheduler.policy.pick import Placement, Rules, plan
+from services.scheduler.policy.order import Order
+from services.scheduler.policy.pick import Placement, plan
+from services.scheduler.policy.rules import Rules
 from services.scheduler.registry import Registry
 
 MAX_HEADS = 64
@@ -18,13 +19,13 @@ MAX_HEADS = 64
 
 
 class Dispatcher:
-    """`delivered` is told of each lease, and the name of its line."""
+    """`rules` gives those in force; `delivered` is told of each lease, and the name of its line."""
 
     def __init__(
         self,
         ledger: Ledger,
         registry: Registry,
-        rules: Rules,
+        rules: Callable[[], Rules],
         metrics: Metrics,
         *,
         poll_seconds: float,
@@ -57,9 +58,10 @@ class Dispatcher:
         workers = self._registry.usable(time.monotonic())
         if not workers:
             return False
-        usable, fifos = await self._ledger.view(workers, MAX_HEADS)
-        placements = plan(arrange(fifos), usable, self._rules)
-        outcomes = await self._ledger.commit(placements, self._rules)
+        rules = self._rules()
+        view = await self._ledger.view(workers, MAX_HEADS, preemptible=rules.preemptible)
+        placements = plan(Order(view.fifos, rules, view.recent), view.workers, rules)
+        outcomes = await self._ledger.commit(placements, rules)
         for placement, outcome in zip(placements, outcomes, strict=True):
             self._report(placement, outcome)
         # There may be more. If others won every race, they look for more themselves.

@@ -1,17 +1,23 @@
 """Keeps house, once a second: speaks for the waiting streams, sweeps, refuses what nobody serves, tells positions and metrics."""
 
 import asyncio
+import random
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from services.common import log
 from services.common.errors import Code, StatusError, unavailable
 from services.scheduler import keys
-from services.scheduler.ledger import Ended, Finished, Full, Lease, Ledger, News, Survey
+from services.scheduler.ledger import Ended, Expired, Finished, Full, Lease, Ledger, News, Survey
 from services.scheduler.metrics import Metrics, class_label
-from services.scheduler.policy.order import Pace, Ticket, positions
+from services.scheduler.orgs import Orgs
+from services.scheduler.policy.order import Ticket, positions
+from services.scheduler.policy.pace import Pace, retry_seconds
+from services.scheduler.policy.rules import Rules
+from services.scheduler.quota import Over, refusal
 from services.scheduler.registry import Registry
-from services.scheduler.waiting import Position, Waiter, Waiting, superseded
+from services.scheduler.waiting import Position, Waiter, Waiting, deadline_passed, superseded
 
 LOG = log.get(__name__)
 _SOON_SECONDS = 0.05
@@ -21,15 +27,27 @@ class Keeper:
     """Everything here is repeated, so it may fail at any time: the next round does what this one could not."""
 
     def __init__(
-        self, ledger: Ledger, registry: Registry, waiting: Waiting, metrics: Metrics, *, poll_seconds: float, no_worker_seconds: float
+        self,
+        ledger: Ledger,
+        registry: Registry,
+        rules: Callable[[], Rules],
+        waiting: Waiting,
+        metrics: Metrics,
+        orgs: Orgs,
+        *,
+        poll_seconds: float,
+        no_worker_seconds: float,
     ) -> None:
         self._ledger = ledger
         self._registry = registry
+        self._rules = rules
         self._waiting = waiting
         self._metrics = metrics
+        self._orgs = orgs
         self._poll_seconds = poll_seconds
         self._no_worker_seconds = no_worker_seconds
         self._started_at = time.monotonic()
+        self._random = random.Random()  # noqa: S311  # it scatters retries
         self._paces: dict[str, Pace] = {}
         self._asked = asyncio.Event()
         self.survey = Survey({}, {}, 0)
@@ -59,27 +77,43 @@ class Keeper:
 
     async def enqueue(self, waiter: Waiter) -> None:
         """Queues a waiter's ticket, for the first time or because Redis has lost it, and settles the waiter if that ends the wait."""
+        org = self._orgs.get(waiter.ticket.org)
         answer = await self._ledger.enqueue(
             waiter.ticket,
             waiter.holder,
+            org,
             deadline_seconds=waiter.deadline_at - time.monotonic(),
             lost_epoch=waiter.lost_epoch,
             traceparent=waiter.traceparent,
         )
         match answer:
             case Lease():
+                waiter.quota = answer.quota
                 waiter.settle(answer)
+            case Over():
+                for kind in answer.kinds:
+                    self._metrics.quota_refused.labels(kind).inc()
+                waiter.settle(refusal(waiter.ticket, org, answer))
             case Full():
-                waiter.settle(self._full(waiter.ticket, answer))
+                self._refuse(waiter, answer.num_waiting, shed=answer.shed)
+            case Expired():
+                waiter.settle(deadline_passed())
             case Finished():
                 waiter.settle(StatusError(Code.ALREADY_EXISTS, f"request {waiter.ticket.request_id} has ended: use a new id"))
             case _:
+                waiter.quota = answer.quota
                 waiter.queued(answer.order, time.monotonic() + answer.left_seconds)
 
     def left(self, line: str) -> None:
         """A ticket has left its line, here or elsewhere."""
         now = time.monotonic()
         self._paces.setdefault(line, Pace(now)).placed(now)
+
+    def shed(self, request_id: str, num_waiting: int) -> None:
+        """A ticket was put out of the full queue, here or elsewhere; its stream is told if it is here."""
+        waiter = self._waiting.get(request_id)
+        if waiter is not None and not waiter.settled:
+            self._refuse(waiter, num_waiting, shed=True)
 
     def unserved(self, ticket: Ticket) -> StatusError | None:
         """UNAVAILABLE if no worker has served the ticket's model for too long. A scheduler that has just started doesn't know yet."""
@@ -128,24 +162,27 @@ class Keeper:
         lines = {keys.line_name(w.ticket.model, w.ticket.latency_class) for w in self._waiting if not w.settled}
         if not lines:
             return
-        by_line: dict[str, dict[str, list[tuple[str, int]]]] = {}
+        by_line: dict[str, dict[str, tuple[float, list[tuple[str, int]]]]] = {}
         for queue, entries in (await self._ledger.queued(lines)).items():
             model, latency_class, org = keys.parse_queue(queue)
             by_line.setdefault(keys.line_name(model, latency_class), {})[org] = entries
         now = time.monotonic()
         for line, fifos in by_line.items():
             pace = self._paces.setdefault(line, Pace(now))
-            for request_id, position in positions(fifos).items():
+            for request_id, position in positions(fifos, self._rules()).items():
                 waiter = self._waiting.get(request_id)
                 if waiter is not None:
                     waiter.move(Position(position, pace.eta_seconds(position, now)))
 
-    def _full(self, ticket: Ticket, full: Full) -> StatusError:
-        line = keys.line_name(ticket.model, ticket.latency_class)
-        now = time.monotonic()
-        eta = self._paces.setdefault(line, Pace(now)).eta_seconds(full.num_waiting, now)
-        words = f"{full.num_waiting} {class_label(ticket.latency_class)} requests wait for {ticket.model} already: try again later"
-        return unavailable(words, min(max(eta, 1.0), 30.0), "QUEUE_FULL")
+    def _refuse(self, waiter: Waiter, num_waiting: int, *, shed: bool) -> None:
+        ticket, now = waiter.ticket, time.monotonic()
+        paces = [pace for line, pace in self._paces.items() if keys.parse_line(line)[0] == ticket.model]
+        seconds = retry_seconds(num_waiting, sum(pace.per_second(now) for pace in paces), self._random.random())
+        words = f"{num_waiting} requests wait for {ticket.model} already"
+        if shed:
+            words += f", and a more urgent one has taken this {class_label(ticket.latency_class)} one's place"
+        self._metrics.shed.labels(ticket.model, class_label(ticket.latency_class)).inc()
+        waiter.settle(unavailable(f"{words}: try again later", seconds, "SHED" if shed else "QUEUE_FULL"))
 
     def _show(self) -> None:
         self._metrics.show_queues(self.lines())

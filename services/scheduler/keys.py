@@ -6,18 +6,30 @@ fifo:<queue>           zset     request ids of one (model, class, org), by order
 queues                 set      names of the fifos that are not empty
 waiting                hash     line, one (model, class) -> tickets waiting in it
 held                   zset     queued tickets by the time their Place stream was last seen
+deadlines              zset     queued tickets by their deadline
+turns:<line>           zset     queues of the line that are not empty, by the tokens their org was given there, divided by its weight
+spent:<line>           zset     the same of empty queues, as orgs come back; expires when nobody has for an hour
+clock:<line>           string   tokens of the queue that was emptied last: what a newcomer to an empty line starts at; expires likewise
+recent:<model>         hash     tokens placed of late by class, decaying, and when they were counted
 starting, running      zset     leases by the time of placement / of their last listing in a heartbeat
-worker:<id>            hash     incarnation, room used by class, flags
+worker:<id>            hash     incarnation, room used by class, blocks held by org, flags
 leases:<worker>        set      request ids that this worker has leases of
 serving                zset     [model, version] by the last heartbeat of a worker that has it loaded
 order                  string   last order number given out
+quota:<org>            hash     what an org has taken from its buckets; gone when they are full
+live:<org>             set      request ids of an org that are queued or placed
+users:<day>            set      orgs that used anything on a day, counted from 1970; expires after 91 days, as does:
+usage:<day>:<org>      hash     counter:line -> what the org used
+orgs                   hash     org -> what operators have set over the policy file (JSON)
+api_keys               hash     SHA-256 of an API key, in hex -> whose it is (JSON)
+audit                  list     the latest acts of operators (JSON), newest first
 swept                  hash     when somebody last looked for what is overdue, and since when without a gap
-events                 channel  what other schedulers want to know at once: queued, placed, room
+events                 channel  what other schedulers want to know at once: queued, placed, room, shed, orgs
 """
 
 import json
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 SCHEMA = "forebay:schema"
 PREFIX = f"forebay:{SCHEMA_VERSION}:"
 
@@ -27,12 +39,24 @@ _PARTS = {
     "queues": "queues",
     "waiting": "waiting",
     "held": "held",
+    "deadlines": "deadlines",
+    "turns": "turns:",
+    "spent": "spent:",
+    "clock": "clock:",
+    "recent": "recent:",
     "starting": "starting",
     "running": "running",
     "worker": "worker:",
     "leases": "leases:",
     "serving": "serving",
     "order": "order",
+    "quota": "quota:",
+    "live": "live:",
+    "users": "users:",
+    "usage": "usage:",
+    "orgs": "orgs",
+    "api_keys": "api_keys",
+    "audit": "audit",
     "swept": "swept",
     "events": "events",
 }
@@ -43,7 +67,11 @@ QUEUES = PREFIX + _PARTS["queues"]
 HELD = PREFIX + _PARTS["held"]
 STARTING = PREFIX + _PARTS["starting"]
 RUNNING = PREFIX + _PARTS["running"]
+DEADLINES = PREFIX + _PARTS["deadlines"]
 SWEPT = PREFIX + _PARTS["swept"]
+ORGS = PREFIX + _PARTS["orgs"]
+API_KEYS = PREFIX + _PARTS["api_keys"]
+AUDIT = PREFIX + _PARTS["audit"]
 
 LUA_TABLE = "local K = {" + ", ".join(f"{name} = '{PREFIX}{part}'" for name, part in _PARTS.items()) + "}\n"
 """Put in front of every script: the fixed keys and the stems of the others."""
@@ -67,6 +95,36 @@ def worker(worker_id: str) -> str:
 def leases(worker_id: str) -> str:
     """Key of a worker's leases."""
     return PREFIX + _PARTS["leases"] + worker_id
+
+
+def turns(line: str) -> str:
+    """Key of the orgs that wait in a line."""
+    return PREFIX + _PARTS["turns"] + line
+
+
+def recent(model: str) -> str:
+    """Key of what was placed of a model lately."""
+    return PREFIX + _PARTS["recent"] + model
+
+
+def quota(org: str) -> str:
+    """Key of an org's buckets."""
+    return PREFIX + _PARTS["quota"] + org
+
+
+def live(org: str) -> str:
+    """Key of an org's live tickets."""
+    return PREFIX + _PARTS["live"] + org
+
+
+def users(day: int) -> str:
+    """Key of the orgs that used anything on a day."""
+    return f"{PREFIX}{_PARTS['users']}{day}"
+
+
+def usage(day: int, org: str) -> str:
+    """Key of what an org used on a day."""
+    return f"{PREFIX}{_PARTS['usage']}{day}:{org}"
 
 
 def line_name(model: str, latency_class: int) -> str:

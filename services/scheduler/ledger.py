@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from services.policy.classes import BATCH, REALTIME
+from services.policy.org import OrgPolicy
 from services.scheduler import keys
-from services.scheduler.policy.order import BATCH, Ticket
-from services.scheduler.policy.pick import Placement, Rules, Worker
+from services.scheduler.policy.order import Fifo, Ticket, expected_output
+from services.scheduler.policy.pick import Placement, Worker, share_blocks
+from services.scheduler.policy.rules import Rules
+from services.scheduler.quota import UNKNOWN, Over, QuotaState, as_argument
 from services.scheduler.store import Call, Store
 
 
@@ -34,6 +38,8 @@ class Lease:
     incarnation: str
     address: str
     queued_seconds: float
+    quota: QuotaState = field(default=UNKNOWN, compare=False)
+    """Where the org stood when this was asked for; unknown, and left empty, where it was not."""
 
     @classmethod
     def parse(cls, reply: Sequence[Any]) -> "Lease":
@@ -49,18 +55,45 @@ class Queued:
     order: int
     waited_seconds: float
     left_seconds: float
+    quota: QuotaState = UNKNOWN
 
 
 @dataclass(frozen=True)
 class Full:
-    """The line is as long as it may be."""
+    """So many wait for the model that this one may not: none of them is less urgent. `shed`: it did wait, and a more urgent one came."""
 
     num_waiting: int
+    shed: bool = False
 
 
 @dataclass(frozen=True)
 class Finished:
     """The request has ended; ids are unique for ever."""
+
+
+@dataclass(frozen=True)
+class Expired:
+    """The request's deadline has passed, counted from its first call."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What the policy decides on. `recent`: model -> tokens placed of it lately, by class 0 .. 3."""
+
+    workers: list[Worker]
+    fifos: list[Fifo]
+    recent: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What a request has used, as its gateway says. `free`: nothing is charged for it."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    failed: bool = False
+    free: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +107,7 @@ class News:
 
 @dataclass(frozen=True)
 class Ended:
-    """A ticket or lease that the sweep has ended: dropped, not started or expired."""
+    """A ticket or lease that the sweep has ended: deadline, dropped, not started or expired."""
 
     request_id: str
     reason: str
@@ -113,38 +146,40 @@ class Ledger:
         self._timing = timing or Timing()
 
     async def enqueue(
-        self, ticket: Ticket, holder: str, *, deadline_seconds: float, lost_epoch: int = 0, traceparent: str = ""
-    ) -> Queued | Lease | Full | Finished:
-        """Queues a ticket, or says where it stands. `ticket.order` is 0 unless its order is known from before."""
+        self, ticket: Ticket, holder: str, org: OrgPolicy, *, deadline_seconds: float, lost_epoch: int = 0, traceparent: str = ""
+    ) -> Queued | Lease | Full | Finished | Expired | Over:
+        """Queues a ticket and reserves its org's quota, or says where it stands. `ticket.order` is 0 unless it is known from before."""
         line = keys.line_name(ticket.model, ticket.latency_class)
         queue = keys.queue_name(ticket.model, ticket.latency_class, ticket.org)
         args: list[str | int] = [ticket.request_id, _write_spec(ticket, traceparent), queue, line, ticket.latency_class]
         args += [round(deadline_seconds * 1000), holder, json.dumps(sorted(ticket.excluded_workers)), lost_epoch]
-        args += [ticket.num_delivered_tokens, ticket.order, self._max_queued, self._id]
+        args += [ticket.num_delivered_tokens, ticket.order, self._max_queued, self._id, as_argument(ticket, org)]
+        args += [keys.line_name(ticket.model, latency_class) for latency_class in range(BATCH, REALTIME - 1, -1)]
         kind, *rest = await self._store.run(Call("enqueue", [keys.ticket(ticket.request_id)], args))
         match kind:
             case "queued":
-                return Queued(int(rest[0]), rest[1] / 1000, rest[2] / 1000)
+                return Queued(int(rest[1]), rest[2] / 1000, rest[3] / 1000, QuotaState.parse(rest[0]))
             case "placed":
-                return Lease.parse(rest)
-            case "full":
-                return Full(rest[0])
+                return replace(Lease.parse(rest[1:]), quota=QuotaState.parse(rest[0]))
+            case "over":
+                return Over(tuple(rest[1]), rest[2] / 1000, QuotaState.parse(rest[0]))
+            case "full" | "shed":
+                return Full(int(rest[0]), shed=kind == "shed")
+            case "expired":
+                return Expired()
         return Finished()
 
-    async def view(self, workers: Sequence[Worker], max_heads: int) -> tuple[list[Worker], list[list[Ticket]]]:
-        """The workers that may be used, with their room in use, and the heads of every queue while there is room at all."""
-        call = Call("view", [keys.QUEUES, *(keys.worker(w.worker_id) for w in workers)], [max_heads, *(w.max_slots for w in workers)])
-        rows, heads = await self._store.run(call)
+    async def view(self, workers: Sequence[Worker], max_heads: int, *, preemptible: bool) -> View:
+        """The workers that may be used, with their room in use, and the first tickets of every queue of a class that has room at all."""
+        args = [max_heads, int(preemptible), *(w.max_slots for w in workers)]
+        rows, queues, recent = await self._store.run(Call("view", [keys.QUEUES, *(keys.worker(w.worker_id) for w in workers)], args))
         usable = [
-            replace(worker, used_slots=tuple(row[2:6]), used_blocks=tuple(row[6:10]))
-            for worker, row in zip(workers, rows, strict=True)
-            if row[0] == worker.incarnation and row[1]
+            replace(w, used_slots=tuple(row[2:6]), used_blocks=tuple(row[6:10]), org_blocks=dict(zip(row[10::2], row[11::2], strict=True)))
+            for w, row in zip(workers, rows, strict=True)
+            if row[0] == w.incarnation and row[1]
         ]
-        fifos: dict[str, list[Ticket]] = {}
-        for head in heads:
-            ticket = _read_spec(*head)
-            fifos.setdefault(keys.queue_name(ticket.model, ticket.latency_class, ticket.org), []).append(ticket)
-        return usable, list(fifos.values())
+        fifos = [Fifo([_read_spec(*head) for head in heads], float(served), bool(cut)) for served, cut, *heads in queues]
+        return View(usable, fifos, {model: [0.0, *map(float, tokens)] for model, *tokens in recent})
 
     async def commit(self, placements: Sequence[Placement], rules: Rules) -> list[Lease | str]:
         """A lease for each placement that still holds; why not, for the others."""
@@ -154,16 +189,26 @@ class Ledger:
         return [Lease.parse(rest) if kind == "placed" else str(rest[0]) for kind, *rest in replies]
 
     def _commit_call(self, p: Placement, rules: Rules) -> Call:
-        w, ticket = p.worker, p.ticket
-        key_names = [keys.ticket(ticket.request_id), keys.worker(w.worker_id), keys.leases(w.worker_id)]
+        w, ticket, org = p.worker, p.ticket, rules.org(p.ticket.org)
+        key_names = [keys.ticket(ticket.request_id), keys.worker(w.worker_id), keys.leases(w.worker_id), keys.recent(ticket.model)]
         counted = ticket.latency_class if rules.preemptible else BATCH
-        args: list[str | int] = [ticket.request_id, w.worker_id, w.incarnation, w.address, p.num_slots, p.num_blocks]
-        args += [w.max_slots, p.max_blocks, counted, self._id]
+        args: list[str | int | float] = [ticket.request_id, w.worker_id, w.incarnation, w.address, p.num_slots, p.num_blocks]
+        args += [w.max_slots, p.max_blocks, counted, self._id, share_blocks(p.max_blocks, org)]
+        args += [ticket.num_prompt_tokens, expected_output(ticket, rules.output_estimate), org.weight]
         return Call("commit", key_names, args)
 
-    async def finish(self, request_id: str, epoch: int, num_output_tokens: int) -> tuple[bool, str]:
+    async def finish(self, request_id: str, epoch: int, used: Settlement) -> tuple[bool, str]:
         """(whether this call ended the lease, the name of its line)."""
-        ended, line = await self._store.run(Call("finish", [keys.ticket(request_id)], [request_id, epoch, num_output_tokens, self._id]))
+        args: list[str | int] = [
+            request_id,
+            epoch,
+            used.prompt_tokens,
+            used.completion_tokens,
+            used.cached_tokens,
+            int(used.failed),
+            int(used.free),
+        ]
+        ended, line = await self._store.run(Call("finish", [keys.ticket(request_id)], [*args, self._id]))
         return bool(ended), line
 
     async def withdraw(self, request_id: str, holder: str, reason: str) -> bool:
@@ -200,7 +245,7 @@ class Ledger:
         """Ends what nobody has spoken for."""
         t = self._timing
         args = [round(seconds * 1000) for seconds in (t.stream_gone, t.start, t.lease, t.pause)]
-        rows = await self._store.run(Call("sweep", [keys.HELD, keys.STARTING, keys.RUNNING, keys.SWEPT], [*args, most]))
+        rows = await self._store.run(Call("sweep", [keys.HELD, keys.STARTING, keys.RUNNING, keys.SWEPT, keys.DEADLINES], [*args, most]))
         return [Ended(*row) for row in rows]
 
     async def survey(self) -> Survey:
@@ -212,25 +257,28 @@ class Ledger:
             seen[model, version] = ms / 1000
         return Survey({name: (num, ms / 1000) for name, num, ms in queues}, seen, num_leases)
 
-    async def queued(self, lines: Collection[str]) -> dict[str, list[tuple[str, int]]]:
-        """Queue's name -> (request id, order) of every ticket in it, in order, for the queues of these lines."""
-        (names,) = await self._store.commands(["SMEMBERS", keys.QUEUES])
-        queues = [name for name in names if keys.line_name(*keys.parse_queue(name)[:2]) in lines]
-        if not queues:
+    async def queued(self, lines: Collection[str]) -> dict[str, tuple[float, list[tuple[str, int]]]]:
+        """Queue's name -> (tokens served, (request id, order) of every ticket in it, in order), for the queues of these lines."""
+        replies = await self._store.commands(*(_whole(keys.turns(line)) for line in lines))
+        served = {reply[i]: float(reply[i + 1]) for reply in replies for i in range(0, len(reply), 2)}
+        if not served:
             return {}
-        commands: list[list[str | int | float]] = [["ZRANGE", keys.fifo(queue), 0, -1, "WITHSCORES"] for queue in queues]
-        replies = await self._store.commands(*commands)
-        return {q: [(r[i], int(r[i + 1])) for i in range(0, len(r), 2)] for q, r in zip(queues, replies, strict=True)}
+        replies = await self._store.commands(*(_whole(keys.fifo(queue)) for queue in served))
+        return {q: (served[q], [(r[i], int(r[i + 1])) for i in range(0, len(r), 2)]) for q, r in zip(served, replies, strict=True)}
+
+
+def _whole(key: str) -> list[str | int | float]:
+    return ["ZRANGE", key, 0, -1, "WITHSCORES"]
 
 
 def _write_spec(ticket: Ticket, traceparent: str) -> str:
     spec = asdict(ticket)
-    for told_apart in ("request_id", "order", "num_delivered_tokens", "excluded_workers", "asked_seconds"):
+    for told_apart in ("request_id", "order", "num_delivered_tokens", "excluded_workers", "asked_seconds", "waited_seconds"):
         del spec[told_apart]
     return json.dumps({**spec, "traceparent": traceparent})
 
 
-def _read_spec(request_id: str, spec: str, order: str, excluded: str, delivered: int, asked_ms: int) -> Ticket:
+def _read_spec(request_id: str, spec: str, order: str, excluded: str, delivered: int, asked_ms: int, waited_ms: int) -> Ticket:
     fields = json.loads(spec)
     del fields["traceparent"]
     return Ticket(
@@ -239,5 +287,6 @@ def _read_spec(request_id: str, spec: str, order: str, excluded: str, delivered:
         excluded_workers=frozenset(json.loads(excluded)),
         num_delivered_tokens=delivered,
         asked_seconds=asked_ms / 1000,
+        waited_seconds=waited_ms / 1000,
         **fields,
     )

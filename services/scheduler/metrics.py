@@ -16,7 +16,7 @@ _WAIT_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 class Metrics:
     """One scheduler's instruments in their own registry."""
 
-    def __init__(self, num_redis_failures: Callable[[], int]) -> None:
+    def __init__(self, num_redis_failures: Callable[[], int], num_policy_failures: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         line = ("model", "latency_class")
         self.queue_depth = Gauge("forebay_queue_depth", "Tickets waiting, in the whole mesh.", line, registry=self.registry)
@@ -27,10 +27,19 @@ class Metrics:
         self.placements = Counter("forebay_placements", "Leases committed by this scheduler.", line, registry=self.registry)
         self.refused_commits = Counter("forebay_commits_refused", "Placements that lost a race.", ("reason",), registry=self.registry)
         self.finished = Counter("forebay_finished", "Requests ended, as told here.", (*line, "reason"), registry=self.registry)
+        self.shed = Counter("forebay_shed", "Requests refused by or put out of a full queue, as told here.", line, registry=self.registry)
+        self.quota_refused = Counter(
+            "forebay_quota_refused",
+            "Requests refused: requests, tokens, concurrent, or too large for any bucket.",
+            ("kind",),
+            registry=self.registry,
+        )
         self.live_leases = Gauge("forebay_leases", "Live leases, in the whole mesh.", registry=self.registry)
         self.workers_ready = Gauge("forebay_workers_ready", "Attached workers that take new work.", ("model",), registry=self.registry)
         self.waiting_streams = Gauge("forebay_place_streams", "Place streams waiting at this scheduler.", registry=self.registry)
         self.registry.register(_Tally("forebay_redis_failures", "Calls to Redis that failed.", num_redis_failures))
+        words = "Changes of the policy file that can't be used."
+        self.registry.register(_Tally("forebay_policy_failures", words, num_policy_failures))
 
     def ended(self, line: str, reason: str) -> None:
         """A request of this line ('' if it isn't known) is over."""

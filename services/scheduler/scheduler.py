@@ -4,19 +4,26 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from services.common import log, process
 from services.common.errors import Code, StatusError
+from services.policy.watched import PolicyFile
+from services.scheduler.api_keys import ApiKeys
+from services.scheduler.audit import Audit
 from services.scheduler.dispatcher import Dispatcher
 from services.scheduler.keeper import Keeper
 from services.scheduler.ledger import Lease, Ledger, Timing
 from services.scheduler.metrics import Metrics
-from services.scheduler.policy.pick import Rules
+from services.scheduler.orgs import Orgs
+from services.scheduler.policy.rules import Rules
 from services.scheduler.registry import Registry
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.store import Store
+from services.scheduler.usage import Usage
 from services.scheduler.waiting import Waiting
 
 LOG = log.get(__name__)
@@ -49,28 +56,33 @@ class Options:
             poll_seconds=settings.poll_seconds,
             default_deadline_seconds=settings.default_deadline_seconds,
             timing=Timing(settings.stream_gone_seconds, settings.start_seconds, settings.lease_seconds),
-            rules=Rules(settings.output_estimate_tokens),
+            rules=Rules(settings.output_estimate_tokens, preemptible=settings.preemption, fifo=settings.queue_order == "arrival"),
         )
 
 
 class Scheduler:
     """Start it, serve it, stop it, drain it. The store is the caller's to open and close."""
 
-    def __init__(self, store: Store, options: Options) -> None:
+    def __init__(self, store: Store, options: Options, policy: PolicyFile | None = None) -> None:
+        """Without a policy file nobody is limited."""
         self.options = options
         self.store = store
-        self.metrics = Metrics(lambda: store.num_failures)
+        self.orgs = Orgs(store, policy or PolicyFile(None))
+        self.metrics = Metrics(lambda: store.num_failures, lambda: self.orgs.file.num_failures)
         self.registry = Registry(liveness_seconds=options.liveness_seconds)
         self.waiting = Waiting()
         # Drawn at each start: a restarted scheduler must not take its predecessor's streams and events for its own.
         self._instance = f"{options.scheduler_id}/{secrets.token_hex(4)}"
         self.ledger = Ledger(store, self._instance, max_queued=options.max_queued, timing=options.timing)
+        self.audit = Audit(store, self._instance)
+        self.api_keys = ApiKeys(store, self.audit)
+        self.usage = Usage(store)
         self.keeper = Keeper(
-            self.ledger, self.registry, self.waiting, self.metrics,
+            self.ledger, self.registry, self.rules, self.waiting, self.metrics, self.orgs,
             poll_seconds=options.poll_seconds, no_worker_seconds=options.no_worker_seconds,
         )  # fmt: skip
         self.dispatcher = Dispatcher(
-            self.ledger, self.registry, options.rules, self.metrics, poll_seconds=options.poll_seconds, delivered=self.placed
+            self.ledger, self.registry, self.rules, self.metrics, poll_seconds=options.poll_seconds, delivered=self.placed
         )
         self.stopping = False
         self._holders = itertools.count(1)
@@ -79,7 +91,7 @@ class Scheduler:
 
     def start(self) -> None:
         """Starts the loops."""
-        loops = [self.dispatcher.run(), self.keeper.run(), self.keeper.tell_positions(), self._listen()]
+        loops = [self.dispatcher.run(), self.keeper.run(), self.keeper.tell_positions(), self._listen(), self._watch_orgs()]
         self._loops = [asyncio.create_task(loop) for loop in loops]
 
     async def run_until(self, stop: asyncio.Event) -> None:
@@ -99,9 +111,18 @@ class Scheduler:
         """Waits for the last errands, when no call can send new ones."""
         await asyncio.gather(*self._errands)
 
+    def rules(self) -> Rules:
+        """Those in force now: the policy file may have changed, or an operator an org."""
+        return replace(self.options.rules, classes=self.orgs.policy.classes, org=cache(self.orgs.get))
+
     def new_holder(self) -> str:
         """A name for a Place stream, unique in the mesh."""
         return f"{self._instance}/{next(self._holders)}"
+
+    def room(self) -> None:
+        """A worker may have more of it. Where nobody waits, here or by the last survey, there is nothing to look for."""
+        if self.waiting or self.keeper.survey.queues:
+            self.dispatcher.wake()
 
     def placed(self, lease: Lease, line: str) -> None:
         """A lease was committed, here or elsewhere."""
@@ -127,11 +148,23 @@ class Scheduler:
             return "stopping"
         return "Redis is away" if self.store.is_away else None
 
+    async def _watch_orgs(self) -> None:
+        """Looks at the policy file and at what operators have set, in case another scheduler's word was lost."""
+        while True:
+            with suppress(StatusError):  # Redis is away.
+                await self.orgs.refresh()
+            self.orgs.file.look()
+            await asyncio.sleep(self.options.poll_seconds)
+
     async def _listen(self) -> None:
         async for event in self.store.events():
             if event.get("from") == self._instance:
                 continue
             if event["event"] == "placed":
                 self.placed(Lease.parse(event["lease"]), event["line"])
+            elif event["event"] == "shed":
+                self.keeper.shed(event["request_id"], event["depth"])
+            elif event["event"] == "orgs":
+                self.errand(self.orgs.refresh())
             else:
                 asyncio.get_running_loop().call_later(self.options.peer_delay_seconds, self.dispatcher.wake)

@@ -7,24 +7,27 @@ from contextlib import suppress
 
 import grpc
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from forebay.v1 import admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from services.common import errors, log, rpc
 from services.common.errors import Code, StatusError, invalid
+from services.scheduler import quota
+from services.scheduler.admin import AdminServicer
 from services.scheduler.ledger import Held, Lease
 from services.scheduler.metrics import class_label, finish_label
 from services.scheduler.policy.order import Ticket
 from services.scheduler.policy.pick import impossible
 from services.scheduler.registry import as_worker
 from services.scheduler.scheduler import Scheduler
-from services.scheduler.waiting import Position, Waiter
+from services.scheduler.waiting import Position, Waiter, deadline_passed
+from services.scheduler.wire import check_id, org_to_proto, read_settlement
 
 LOG = log.get(__name__)
 SERVICES = ["forebay.v1.SchedulerService", "forebay.v1.AdminService"]
-MAX_ID_LENGTH = 256
 
 PlaceContext = grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceResponse]
 FinishContext = grpc.aio.ServicerContext[scheduler_pb2.FinishRequest, scheduler_pb2.FinishResponse]
-FleetContext = grpc.aio.ServicerContext[admin_pb2.GetFleetRequest, admin_pb2.GetFleetResponse]
+AuthenticateContext = grpc.aio.ServicerContext[scheduler_pb2.AuthenticateRequest, scheduler_pb2.AuthenticateResponse]
+OrgContext = grpc.aio.ServicerContext[scheduler_pb2.GetOrgRequest, scheduler_pb2.GetOrgResponse]
 AttachContext = grpc.aio.ServicerContext[scheduler_pb2.AttachRequest, scheduler_pb2.AttachResponse]
 
 
@@ -36,7 +39,7 @@ def add_services(server: grpc.aio.Server, scheduler: Scheduler) -> None:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Place, Finish, Attach."""
+    """Place, Finish, Attach, Authenticate, GetOrg."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -63,7 +66,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             lease = await self._wait(waiter, context)
             reason = None
         except StatusError as error:
-            reason = None if error.reason in ("STOPPING", "SUPERSEDED") else error.reason.lower()
+            reason = None if error.reason in ("STOPPING", "SUPERSEDED", "SHED") else error.reason.lower()
             raise
         finally:
             scheduler.waiting.remove(waiter)
@@ -71,7 +74,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 scheduler.errand(self._withdraw(waiter, enqueuing, reason))
         ticket = waiter.ticket
         scheduler.metrics.queue_wait.labels(ticket.model, class_label(ticket.latency_class)).observe(lease.queued_seconds)
-        await context.write(_placed(lease))
+        await context.write(self._placed(lease, waiter))
 
     async def _wait(self, waiter: Waiter, context: PlaceContext) -> Lease:
         try:
@@ -87,17 +90,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         await enqueuing  # Or it would be queued behind our back.
         if not waiter.enqueued or not await self._scheduler.ledger.withdraw(waiter.ticket.request_id, waiter.holder, reason):
             return
-        self._scheduler.dispatcher.wake()
+        self._scheduler.room()
         self._scheduler.metrics.finished.labels(waiter.ticket.model, class_label(waiter.ticket.latency_class), reason).inc()
 
     def _admit(self, request: scheduler_pb2.PlaceRequest, context: PlaceContext) -> Waiter:
         """A waiter for a ticket that makes sense, has time left, and could be served."""
         scheduler, ticket = self._scheduler, read_ticket(request)
-        seconds = request.ticket.deadline_seconds or scheduler.options.default_deadline_seconds
+        promised = scheduler.orgs.policy.classes[ticket.latency_class]
+        seconds = request.ticket.deadline_seconds or promised.deadline_seconds or scheduler.options.default_deadline_seconds
         seconds = min(seconds, context.time_remaining() or seconds)
         if seconds <= 0:
             raise deadline_passed()
-        problem = impossible(ticket, scheduler.registry.known(time.monotonic()))
+        if request.lost_epoch == 0:  # What runs already goes on, whatever has been set since.
+            self._check_org(ticket)
+        problem = impossible(ticket, scheduler.registry.known(time.monotonic()), scheduler.orgs.get(ticket.org))
         if problem is not None:
             raise invalid(*problem)
         unserved = scheduler.keeper.unserved(ticket)
@@ -112,16 +118,58 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             tell_seconds=scheduler.options.tell_seconds,
         )
 
+    def _check_org(self, ticket: Ticket) -> None:
+        scheduler = self._scheduler
+        scheduler.orgs.check(ticket)
+        error = quota.too_large(ticket, scheduler.orgs.get(ticket.org))
+        if error is not None:
+            scheduler.metrics.quota_refused.labels("size").inc()
+            raise error
+
+    def _placed(self, lease: Lease, waiter: Waiter) -> scheduler_pb2.PlaceResponse:
+        promised = self._scheduler.orgs.policy.classes[waiter.ticket.latency_class]
+        return scheduler_pb2.PlaceResponse(
+            placed=scheduler_pb2.Lease(
+                request_id=lease.request_id,
+                epoch=lease.epoch,
+                worker_id=lease.worker_id,
+                incarnation=lease.incarnation,
+                address=lease.address,
+                queued_seconds=lease.queued_seconds,
+                ttft_target_seconds=promised.ttft_target_ms / 1000,
+                tpot_target_seconds=promised.tpot_target_ms / 1000,
+                quota=waiter.quota.to_proto(),
+            )
+        )
+
     async def Finish(self, request: scheduler_pb2.FinishRequest, context: FinishContext) -> scheduler_pb2.FinishResponse:
         """See scheduler.proto."""
         try:
-            ended, line = await self._scheduler.ledger.finish(request.request_id, request.epoch, request.usage.completion_tokens)
+            ended, line = await self._scheduler.ledger.finish(request.request_id, request.epoch, read_settlement(request))
         except StatusError as error:
             await errors.abort(context, error)
         if ended:
-            self._scheduler.dispatcher.wake()
+            self._scheduler.room()
             self._scheduler.metrics.ended(line, finish_label(request))
         return scheduler_pb2.FinishResponse(ended=ended)
+
+    async def Authenticate(
+        self, request: scheduler_pb2.AuthenticateRequest, context: AuthenticateContext
+    ) -> scheduler_pb2.AuthenticateResponse:
+        """See scheduler.proto."""
+        try:
+            info = await self._scheduler.api_keys.authenticate(request.key_hash)
+        except StatusError as error:
+            await errors.abort(context, error)
+        return scheduler_pb2.AuthenticateResponse(key_id=info.key_id, org=info.org, roles=info.roles, expires_at=info.expires_at)
+
+    async def GetOrg(self, request: scheduler_pb2.GetOrgRequest, context: OrgContext) -> scheduler_pb2.GetOrgResponse:
+        """See scheduler.proto."""
+        try:
+            check_id("org", request.org)
+        except StatusError as error:
+            await errors.abort(context, error)
+        return scheduler_pb2.GetOrgResponse(policy=org_to_proto(self._scheduler.orgs.get(request.org)))
 
     async def Attach(  # type: ignore[override]  # writes itself
         self, request_iterator: AsyncIterator[scheduler_pb2.AttachRequest], context: AttachContext
@@ -180,7 +228,7 @@ class Attachment:
         if revoked:
             leases = [scheduler_pb2.LeaseProgress(request_id=request_id, epoch=epoch) for request_id, epoch in revoked]
             await self._context.write(scheduler_pb2.AttachResponse(revoke=scheduler_pb2.Revoke(leases=leases)))
-        self._scheduler.dispatcher.wake()
+        self._scheduler.room()
 
     def end(self) -> None:
         """The stream is over. Unless this scheduler is leaving or a newer stream is here, the worker is down for all."""
@@ -207,30 +255,11 @@ class Attachment:
         return revoked
 
 
-class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """GetFleet, from memory: it answers while Redis is away."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    async def GetFleet(self, request: admin_pb2.GetFleetRequest, context: FleetContext) -> admin_pb2.GetFleetResponse:  # noqa: ARG002
-        """See admin.proto."""
-        queues = [
-            admin_pb2.QueueDepth(
-                model=model, latency_class=types_pb2.LatencyClass.ValueType(latency_class), num_waiting=num, oldest_seconds=oldest
-            )
-            for (model, latency_class), (num, oldest) in sorted(self._scheduler.keeper.lines().items())
-        ]
-        workers = self._scheduler.registry.states(time.monotonic())
-        return admin_pb2.GetFleetResponse(workers=workers, queues=queues, scheduler_id=self._scheduler.options.scheduler_id)
-
-
 def read_ticket(request: scheduler_pb2.PlaceRequest) -> Ticket:
     """The policy's ticket. INVALID_ARGUMENT where a field makes no sense: the gateway has checked users' input before."""
     t = request.ticket
     for name in ("request_id", "org", "model"):
-        if not 0 < len(getattr(t, name)) <= MAX_ID_LENGTH:
-            raise invalid(f"ticket.{name}", f"ticket.{name} has {len(getattr(t, name))} characters; it must have 1 to {MAX_ID_LENGTH}")
+        check_id(f"ticket.{name}", getattr(t, name))
     if t.latency_class not in (types_pb2.LATENCY_CLASS_REALTIME, types_pb2.LATENCY_CLASS_STANDARD, types_pb2.LATENCY_CLASS_BATCH):
         raise invalid("ticket.latency_class", f"ticket.latency_class is {t.latency_class}; it must be realtime, standard or batch")
     for name, least in (("num_prompt_tokens", 1), ("max_tokens", 0), ("n", 1)):
@@ -268,21 +297,3 @@ def check_registration(r: scheduler_pb2.Register) -> None:
 def gone() -> StatusError:
     """For a caller that doesn't listen any more."""
     return StatusError(Code.CANCELLED, "the caller has gone", reason="WITHDRAWN")
-
-
-def deadline_passed() -> StatusError:
-    """For a request that waited too long."""
-    return StatusError(Code.DEADLINE_EXCEEDED, "the deadline passed while the request was queued", reason="DEADLINE")
-
-
-def _placed(lease: Lease) -> scheduler_pb2.PlaceResponse:
-    return scheduler_pb2.PlaceResponse(
-        placed=scheduler_pb2.Lease(
-            request_id=lease.request_id,
-            epoch=lease.epoch,
-            worker_id=lease.worker_id,
-            incarnation=lease.incarnation,
-            address=lease.address,
-            queued_seconds=lease.queued_seconds,
-        )
-    )

@@ -2,6 +2,8 @@
 
 import os
 import socket
+from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -13,12 +15,17 @@ class SchedulerSettings(ServiceSettings):
 
     listen_address: HostPort = Field("127.0.0.1:50052", description="host:port of SchedulerService and AdminService")
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="redis://, rediss:// or unix:// URL of Redis 7.2 or Valkey 8, or later")
+    policy_file: Path | None = Field(
+        None, description="YAML file of orgs, tiers, classes and models, read again when it changes; without: no limits"
+    )
     scheduler_id: str = Field(
         default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}", description="name of this scheduler, for people"
     )
     redis_timeout_seconds: float = Field(0.5, gt=0, le=5, description="longest wait for one answer of Redis")
     redis_wait_seconds: float = Field(10, ge=0, description="how long to wait for Redis at the start")
-    max_queued: int = Field(4096, ge=1, description="tickets waiting in one (model, class) before new ones are refused")
+    max_queued: int = Field(4096, ge=1, description="tickets waiting for one model before the least urgent, newest first, are shed")
+    preemption: bool = Field(True, description="whether a request may take room that less urgent ones hold on a worker")
+    queue_order: Literal["fair", "arrival"] = Field("fair", description="fair: class, org, arrival; arrival: that alone, for comparisons")
     output_estimate_tokens: int = Field(256, ge=1, description="most output tokens per choice to reserve cache for at placement")
     no_worker_seconds: float = Field(5, ge=0, description="how long a ticket waits while no worker serves its model")
     liveness_seconds: float = Field(3, gt=0, description="a worker whose last heartbeat is older takes no new work")

@@ -31,6 +31,8 @@ FRESH_SECONDS = 1.0
 """Trouble younger than this is worth a moment's wait (a stalled disk, a failover); callers are told so by RetryInfo."""
 
 
+_SHARED = ("clock", "quota", "usage", "turns", "common")
+"""Scripts that are no calls of their own, each using those before it."""
 _SCHEMA_CHECK: Sequence[Sequence[str]] = (["SET", keys.SCHEMA, keys.SCHEMA_VERSION, "NX"], ["GET", keys.SCHEMA])
 
 
@@ -48,10 +50,10 @@ class SchemaError(Exception):
 
 
 def load_scripts() -> dict[str, str]:
-    """Name -> text of every script, with the key table and common.lua in front."""
+    """Name -> text of every script, with the key table and what all scripts share in front."""
     folder = resources.files("services.scheduler") / "lua"
     texts = {file.name.removesuffix(".lua"): file.read_text() for file in folder.iterdir() if file.name.endswith(".lua")}
-    prelude = keys.LUA_TABLE + texts.pop("common")
+    prelude = keys.LUA_TABLE + "".join(texts.pop(name) for name in _SHARED)
     return {name: prelude + text for name, text in texts.items()}
 
 

@@ -1,6 +1,6 @@
 """The only thread of a worker: it steps the engine. Knows no RPC.
 
-Commands go in through a queue; each turn comes out as one wake-up of the event loop with all that it brought (DESIGN 8.11).
+Commands go in through a queue; what steps bring comes out in turns, one wake-up of the event loop each (DESIGN 8.11).
 Everything public is called on the event loop; what the thread runs is marked so.
 """
 
@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from services.common import log
@@ -26,6 +26,10 @@ SWITCH_INTERVAL_SECONDS = 0.0005
 
 IDLE_STEP_SECONDS = 0.005
 """Pause after a step that did nothing although there is work, so that a starved engine doesn't burn a core."""
+
+TURN_SECONDS = 0.02
+"""What short steps bring is collected so often: to wake the event loop for each would take a core from the next. First and last words, and
+what a long step brings, don't wait."""
 
 _logger = log.get(__name__)
 
@@ -57,16 +61,20 @@ class Step:
     num_tokens: int  # computed, the prompts' included
     num_generated_tokens: int
 
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn of the thread brings to the event loop."""
+    """What the event loop takes from the thread at once: of some steps, perhaps one or none."""
 
     stats: EngineStats
     progress: dict[str, tuple[int, int]]  # request id -> (output tokens, blocks)
     outputs: list[TokenOutput] = field(default_factory=list)
     refusals: list[tuple[str, StatusError]] = field(default_factory=list)
-    step: Step | None = None
+    steps: list[Step] = field(default_factory=list)
 
 
 class StepWindow:
@@ -122,6 +130,8 @@ class EngineLoop:
         self._progressed_at = clock()
         self._stepping_since: float | None = None
         self._window = StepWindow()
+        self._unsaid: list[Turn] = []  # by the thread, and not collected
+        self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.last_turn = Turn(engine.stats(), {})
         self.num_stale_outputs = 0
@@ -143,6 +153,8 @@ class EngineLoop:
         if self.stalled_seconds == 0.0:
             self._progressed_at = self._clock()
         self._open[request.request_id] = _Open(sink, request.n - len(request.finished_choices))
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._next_beat(), self._tick)
         self._command(request)
 
     def abort(self, request_id: str) -> None:
@@ -197,11 +209,26 @@ class EngineLoop:
             self._commands.append(command)
             self._wake.notify()
 
+    def _tick(self) -> None:
+        self._collect()
+        self._timer = self._loop.call_at(self._next_beat(), self._tick) if self._open else None
+
+    def _next_beat(self) -> float:
+        """By the event loop's clock; at the times at which messages go, so that all is one wake-up."""
+        return TURN_SECONDS * (self._loop.time() // TURN_SECONDS + 1)
+
+    def _collect(self) -> None:
+        """On the event loop: all that the thread has to say by now, as one turn."""
+        with self._wake:
+            unsaid, self._unsaid = self._unsaid, []
+        if unsaid:
+            self._deliver(_joined(unsaid))
+
     def _deliver(self, turn: Turn) -> None:
-        """On the event loop: hands each output to its request. Outputs of a request that has ended meanwhile are late, not wrong."""
+        """Hands each output to its request. Outputs of a request that has ended meanwhile are late, not wrong."""
         self.last_turn = turn
-        if turn.step is not None:
-            self._window.record(turn.step)
+        for step in turn.steps:
+            self._window.record(step)
         for request_id, error in turn.refusals:
             if (request := self._open.pop(request_id, None)) is not None:
                 request.sink.fail(error)
@@ -224,6 +251,7 @@ class EngineLoop:
         """On the event loop: the engine is lost, and with it every request."""
         if self.failed.done():
             return
+        self._collect()  # what it said before is good
         self.failed.set_result(error)
         requests, self._open = self._open, {}
         for request in requests.values():
@@ -234,7 +262,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while (commands := self._take()) is not None:
-                self._post(self._deliver, self._turn(commands))
+                self._say(self._turn(commands), urgent=bool(commands))
         except BaseException as error:  # whatever it was, the engine's state can't be trusted any more
             _logger.exception("the engine failed")
             self._post(self._fail, error)
@@ -247,18 +275,25 @@ class EngineLoop:
         if not self._engine.has_work:
             self._progressed_at = started
             return Turn(self._engine.stats(), {}, refusals=refusals)
-        before = self._engine.stats()
+        counters = self._engine.batcher.counters
+        computed, generated = counters.computed_tokens, counters.generated_tokens
         self._stepping_since = started
         outputs = self._engine.step(started)
         self._stepping_since = None
-        ended, stats = self._clock(), self._engine.stats()
-        num_tokens = stats.num_computed_tokens - before.num_computed_tokens
-        if outputs or num_tokens:
-            self._progressed_at = ended
+        step = Step(started, self._clock(), counters.computed_tokens - computed, counters.generated_tokens - generated)
+        if outputs or step.num_tokens:
+            self._progressed_at = step.ended
         else:
             self._pause()
-        step = Step(started, ended, num_tokens, stats.num_generated_tokens - before.num_generated_tokens)
-        return Turn(stats, self._progress(), outputs, refusals, step)
+        return Turn(self._engine.stats(), self._progress(), outputs, refusals, [step])
+
+    def _say(self, turn: Turn, *, urgent: bool) -> None:
+        """Leaves a turn to be collected, at once where somebody waits for it."""
+        urgent |= any(output.first_position == 0 or output.finish_reason is not None for output in turn.outputs)
+        with self._wake:
+            self._unsaid.append(turn)
+        if urgent or any(2 * step.seconds > TURN_SECONDS for step in turn.steps):
+            self._post(self._collect)
 
     def _pause(self) -> None:
         with self._wake:
@@ -296,3 +331,13 @@ class EngineLoop:
             self._loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:  # the event loop is closed: nobody is left to hear
             self._stopping = True
+
+
+def _joined(turns: Sequence[Turn]) -> Turn:
+    """One after another, as they are after the last."""
+    return replace(
+        turns[-1],
+        outputs=[output for turn in turns for output in turn.outputs],
+        refusals=[refusal for turn in turns for refusal in turn.refusals],
+        steps=[step for turn in turns for step in turn.steps],
+    )

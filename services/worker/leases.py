@@ -110,14 +110,16 @@ class Leases:
         metrics: Metrics,
         *,
         max_sequences: int,
+        preemption: bool = True,
         pace: Pace | None = None,
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_room` is called whenever a lease ends."""
+        """`preemption`: the engine takes room from lower classes. `on_room` is called whenever a lease ends."""
         self._loop = loop
         self._served = served
         self._metrics = metrics
         self._max_sequences = max_sequences
+        self._preemption = preemption
         self._pace = pace or Pace()
         self._live: dict[str, Lease] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()  # request id -> highest epoch that is over
@@ -232,7 +234,8 @@ class Leases:
 
     def _check_room(self, new: Lease) -> None:
         """Refuses what would wait too long. Only leases of the same or a higher class count: the engine preempts the others for it."""
-        rivals = [lease for lease in self._live.values() if lease.request.latency_class <= new.request.latency_class]
+        lowest = new.request.latency_class if self._preemption else types_pb2.LATENCY_CLASS_BATCH
+        rivals = [lease for lease in self._live.values() if lease.request.latency_class <= lowest]
         num_held = sum(lease.num_sequences for lease in rivals)
         # A request wider than the slots is let in when nothing else runs, else it never would be.
         if rivals and num_held + new.num_sequences > self._max_sequences + MAX_WAITING:

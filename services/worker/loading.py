@@ -59,6 +59,7 @@ def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
         backend=settings.backend,
         num_threads=settings.num_threads,
         prefix_cache=settings.prefix_cache,
+        class_preemption=settings.preemption,
         speculation=settings.speculation if settings.speculation is not None else CPU_DRAFTS * (settings.device == "cpu"),
         verification=settings.verification,
     )

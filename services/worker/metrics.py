@@ -112,15 +112,16 @@ class Metrics:
         )
         self._seen = (0,) * len(self._growing)
 
-    def observe_turn(self, stats: EngineStats, *, num_step_tokens: int, num_stale_outputs: int) -> None:
-        """Takes over the engine's gauges and the growth of its counters. `num_step_tokens`: computed in the step, 0 if there was none."""
+    def observe_turn(self, stats: EngineStats, *, step_tokens: Sequence[int], num_stale_outputs: int) -> None:
+        """Takes over the engine's gauges and the growth of its counters. `step_tokens`: computed in each of the turn's steps."""
         self.num_requests_running.set(stats.num_running)
         self.num_requests_waiting.set(stats.num_waiting)
         self.kv_cache_usage.set(stats.num_used_blocks / stats.num_blocks)
         self.host_cache_usage.set(stats.num_held_host_blocks / max(1, stats.num_host_blocks))
         self.step_time_error.set(stats.step_time_error)
-        if num_step_tokens:
-            self.iteration_tokens.observe(num_step_tokens)
+        for num_tokens in step_tokens:
+            if num_tokens:
+                self.iteration_tokens.observe(num_tokens)
         now = (
             stats.num_generated_tokens,
             stats.num_prefix_query_tokens,

@@ -24,11 +24,12 @@ class Pace:
     """Seconds and bytes of a stream."""
 
     delta_seconds: float = 0.02
-    """Tokens wait at most this long, so that a fast model doesn't send a message per token,"""
-    share_seconds: float = 0.0025
+    """Tokens wait about this long, so that a fast model doesn't send a message per token; messages go at multiples of it, those of all
+    streams together, so that they disturb a CPU's engine once;"""
+    share_seconds: float = 0.005
     """or this long for each stream that the worker has: every message costs gateway and worker time that a CPU's engine wants, too;"""
     most_delta_seconds: float = 0.1
-    """but at most this long."""
+    """but at most about this long."""
     ping_seconds: float = 1.0
     """Longest silence."""
     write_seconds: float = 30.0
@@ -114,7 +115,10 @@ class Outbox:
         """When the next message must go."""
         if self._urgent:
             return self._sent_at
-        return self._sent_at + (self._pace.delta(self._num_streams()) if self._pending else self._pace.ping_seconds)
+        if not self._pending:
+            return self._sent_at + self._pace.ping_seconds
+        due, beat = self._sent_at + self._pace.delta(self._num_streams()), self._pace.delta_seconds
+        return beat * round(due / beat) if beat else due
 
     async def _sleep(self, until: float) -> None:
         self._wake.clear()

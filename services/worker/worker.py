@@ -59,7 +59,9 @@ class Worker:
         registry = CollectorRegistry()
         self._metrics = Metrics(registry, model_name=served.model, max_model_len=served.max_model_len)
         self.loop = EngineLoop(engine, clock=clock, observe=self._observe)
-        self.leases = Leases(self.loop, served, self._metrics, max_sequences=settings.max_sequences, pace=pace)
+        self.leases = Leases(
+            self.loop, served, self._metrics, max_sequences=settings.max_sequences, preemption=settings.preemption, pace=pace
+        )
         self._service = WorkerService(self.leases, served, self.incarnation, pace=pace)
         self._sensors = Sensors(settings.device)
         self._server = rpc.server()
@@ -169,8 +171,8 @@ class Worker:
         )
 
     def _observe(self, turn: Turn) -> None:
-        num_step_tokens = turn.step.num_tokens if turn.step else 0
-        self._metrics.observe_turn(turn.stats, num_step_tokens=num_step_tokens, num_stale_outputs=self.loop.num_stale_outputs)
+        step_tokens = [step.num_tokens for step in turn.steps]
+        self._metrics.observe_turn(turn.stats, step_tokens=step_tokens, num_stale_outputs=self.loop.num_stale_outputs)
         if turn.stats.num_used_blocks < self._num_used_blocks:
             self.node.nudge()
         self._num_used_blocks = turn.stats.num_used_blocks

@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from services.policy.org import OrgPolicy
+from services.scheduler import keys
 from services.scheduler.ledger import Lease
-from services.scheduler.policy.pick import Placement, Rules
+from services.scheduler.policy.pick import Placement
+from services.scheduler.policy.rules import Rules
 from tests.scheduler_harness import LedgerBench, make_ticket, make_worker
 
 
@@ -57,14 +60,46 @@ async def test_another_incarnation_or_a_worker_that_is_down_is_refused(bench: Le
     assert await bench.commit(ticket, make_worker(incarnation="i2")) == "down"
 
 
-async def test_with_preemption_only_equal_and_higher_classes_count(bench: LedgerBench) -> None:
-    worker, rules = make_worker(slots=2), Rules(preemptible=True)
+async def test_only_equal_and_higher_classes_count_unless_engines_do_not_preempt(bench: LedgerBench) -> None:
+    worker = make_worker(slots=2)
     await bench.place(make_ticket("batch", latency_class=3), worker, slots=2)
     realtime = await bench.queue(make_ticket("now", latency_class=1))
-    assert await bench.commit(realtime, worker) == "room"
-    assert isinstance(await bench.commit(realtime, worker, rules=rules), Lease)
+    assert await bench.commit(realtime, worker, rules=Rules(preemptible=False)) == "room"
+    assert isinstance(await bench.commit(realtime, worker), Lease)
     other_batch = await bench.queue(make_ticket("other", latency_class=3))
-    assert await bench.commit(other_batch, worker, rules=rules) == "room"
+    assert await bench.commit(other_batch, worker) == "room"
+
+
+async def test_an_org_holds_no_more_than_its_share_of_a_worker(bench: LedgerBench) -> None:
+    """In any class, and again once its leases have ended; the other orgs have the rest."""
+    worker, rules = make_worker(slots=9), Rules(org=lambda org: OrgPolicy(kv_share=0.5 if org == "acme" else 1.0))
+    await bench.place(make_ticket("a", latency_class=3), worker, blocks=30)
+    more, other = await bench.queue(make_ticket("b")), await bench.queue(make_ticket("c", org="42"))
+    assert await bench.commit(more, worker, blocks=3, rules=rules) == "share"
+    assert isinstance(await bench.commit(other, worker, blocks=34, rules=rules), Lease)
+    assert isinstance(await bench.commit(more, worker, blocks=2, rules=rules), Lease)
+    assert (await bench.view(worker)).workers[0].org_blocks == {"acme": 32, "42": 34}
+    again = await bench.queue(make_ticket("d"))
+    assert await bench.commit(again, worker, blocks=1, rules=rules) == "share"
+    await bench.finish("b", 1, 3)
+    assert isinstance(await bench.commit(again, worker, blocks=2, rules=rules), Lease)
+
+
+async def test_what_leases_hold_by_org_is_counted_afresh_with_each_heartbeat(bench: LedgerBench) -> None:
+    worker = make_worker(slots=9)
+    leases = [await bench.place(make_ticket(name, org=org), worker, blocks=3) for name, org in (("a", "x"), ("b", "y"), ("c", "x"))]
+    await bench.beat(worker, *leases, used=12, held=4)
+    assert (await bench.view(worker)).workers[0].org_blocks == {"x": 8, "y": 4}
+    await bench.beat(worker, leases[1], used=4, held=4)
+    assert (await bench.view(worker)).workers[0].org_blocks == {"x": 0, "y": 4}
+
+
+async def test_nothing_is_placed_after_its_deadline(bench: LedgerBench) -> None:
+    await bench.ledger.register("w1", "i1")
+    ticket = await bench.queue(make_ticket("late"))
+    await bench.raw("HSET", keys.ticket("late"), "deadline", 1)
+    assert await bench.commit(ticket, make_worker()) == "deadline"
+    assert (await bench.view(make_worker())).fifos == []
 
 
 async def test_a_plan_is_committed_in_one_go_with_an_outcome_for_each(bench: LedgerBench) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from services.scheduler import keys
-from services.scheduler.ledger import Finished, Full, Lease, Queued
+from services.scheduler.ledger import Expired, Finished, Full, Lease, Queued
 from tests.scheduler_harness import LedgerBench, ledger_bench, make_ticket, make_worker
 
 
@@ -70,18 +70,18 @@ async def test_losing_a_lease_that_had_started_says_nothing_about_the_workers_ro
 
 async def test_a_finished_request_is_not_run_again(bench: LedgerBench) -> None:
     await bench.place(make_ticket("a"), make_worker())
-    assert await bench.ledger.finish("a", 1, 5) == (True, keys.line_name("tiny@fp32", 2))
+    assert await bench.finish("a", 1, 5) == (True, keys.line_name("tiny@fp32", 2))
     assert await bench.enqueue(make_ticket("a")) == Finished()
     assert await bench.enqueue(make_ticket("a"), lost_epoch=1) == Finished()
 
 
-async def test_a_full_line_refuses_new_tickets_but_none_that_come_back(redis_server) -> None:
+async def test_a_full_queue_refuses_new_tickets_but_none_that_come_back(redis_server) -> None:
     async with ledger_bench(redis_server.url, max_queued=2) as bench:
         await bench.place(make_ticket("a"), make_worker())
         await bench.queue(make_ticket("b"))
         await bench.queue(make_ticket("c"))
         assert await bench.enqueue(make_ticket("d")) == Full(2)
-        assert isinstance(await bench.enqueue(make_ticket("e", latency_class=1)), Queued), "another class has its own line"
+        assert isinstance(await bench.enqueue(make_ticket("e", model="other@fp32")), Queued), "another model has its own queue"
         assert isinstance(await bench.enqueue(make_ticket("a"), lost_epoch=1), Queued)
         assert isinstance(await bench.enqueue(make_ticket("b")), Queued)
 
@@ -121,8 +121,8 @@ async def test_names_with_odd_characters_are_kept_apart(bench: LedgerBench) -> N
         await bench.queue(make_ticket(f"r{i}", org=org))
     survey = await bench.ledger.survey()
     assert sorted(keys.parse_queue(queue)[2] for queue in survey.queues) == sorted(names)
-    _, fifos = await bench.ledger.view([await _registered(bench)], 64)
-    assert sorted(fifo[0].org for fifo in fifos) == sorted(names)
+    fifos = (await bench.view(await _registered(bench))).fifos
+    assert sorted(fifo.tickets[0].org for fifo in fifos) == sorted(names)
 
 
 async def _registered(bench: LedgerBench):
@@ -133,6 +133,53 @@ async def _registered(bench: LedgerBench):
 async def test_what_a_ticket_says_is_what_the_policy_sees(bench: LedgerBench) -> None:
     ticket = make_ticket("a", latency_class=3, num_prompt_tokens=77, max_tokens=9, n=3, excluded_workers=frozenset({"x", "y"}))
     ticket = await bench.queue(replace(ticket, num_delivered_tokens=4))
-    _, fifos = await bench.ledger.view([await _registered(bench)], 64)
-    (seen,) = fifos[0]
-    assert replace(seen, asked_seconds=0) == ticket
+    (fifo,) = (await bench.view(await _registered(bench))).fifos
+    (seen,) = fifo.tickets
+    assert replace(seen, asked_seconds=0, waited_seconds=0) == ticket
+    assert 0 <= seen.waited_seconds < 10
+
+
+async def _fill(bench: LedgerBench, *tickets: tuple[str, int, str]) -> None:
+    for request_id, latency_class, org in tickets:
+        await bench.queue(make_ticket(request_id, latency_class=latency_class, org=org))
+
+
+async def test_a_more_urgent_arrival_takes_the_place_of_the_newest_of_the_least_urgent_class(redis_server) -> None:
+    async with ledger_bench(redis_server.url, max_queued=5) as bench:
+        await _fill(bench, ("b1", 3, "x"), ("s1", 2, "x"), ("b2", 3, "y"), ("b3", 3, "x"), ("r1", 1, "x"))
+        waiting = {"b1", "s1", "b2", "b3", "r1"}
+        for newcomer, latency_class, victim in (("s2", 2, "b3"), ("r2", 1, "b2"), ("r3", 1, "b1"), ("r4", 1, "s2"), ("r5", 1, "s1")):
+            await _fill(bench, (newcomer, latency_class, "z"))
+            waiting = (waiting | {newcomer}) - {victim}
+            assert set(await bench.waiting()) == waiting
+            assert await bench.raw("HGET", keys.ticket(victim), "reason") == "shed"
+        assert await bench.enqueue(make_ticket("r6", latency_class=1)) == Full(5), "nothing less urgent is left"
+        assert await bench.enqueue(make_ticket("s3", latency_class=2)) == Full(5)
+        assert set(await bench.waiting()) == waiting
+
+
+async def test_an_arrival_of_the_least_urgent_class_is_refused_itself_and_leaves_nothing_behind(redis_server) -> None:
+    async with ledger_bench(redis_server.url, max_queued=2) as bench:
+        await _fill(bench, ("s1", 2, "x"), ("b1", 3, "x"))
+        for _ in range(50):  # Case F24: a storm of retries asks for nothing but the answer.
+            assert await bench.enqueue(make_ticket("b2", latency_class=3)) == Full(2)
+        assert await bench.waiting() == ["s1", "b1"]
+        assert await bench.raw("EXISTS", keys.ticket("b2")) == 0
+
+
+async def test_a_stream_that_missed_that_its_ticket_was_shed_hears_of_it_and_a_retry_is_a_new_arrival(redis_server) -> None:
+    async with ledger_bench(redis_server.url, max_queued=1) as bench:
+        shed = await bench.queue(make_ticket("b", latency_class=3))
+        await bench.queue(make_ticket("r", latency_class=1))
+        assert await bench.enqueue(shed) == Full(1, shed=True), "its order is known: the stream asks again"
+        assert await bench.enqueue(replace(shed, order=0)) == Full(1)
+        await bench.ledger.withdraw("r", "h", "withdrawn")
+        assert isinstance(await bench.enqueue(replace(shed, order=0)), Queued)
+
+
+async def test_a_deadline_that_has_passed_is_said_at_once(bench: LedgerBench) -> None:
+    assert await bench.enqueue(make_ticket("a"), deadline_seconds=0) == Expired()
+    assert await bench.raw("EXISTS", keys.ticket("a")) == 0
+    await bench.queue(make_ticket("b"))
+    await bench.raw("HSET", keys.ticket("b"), "deadline", 1)
+    assert await bench.enqueue(make_ticket("b"), "h2") == Expired()

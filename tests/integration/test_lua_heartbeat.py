@@ -30,7 +30,7 @@ async def test_a_lease_that_ran_and_is_gone_frees_its_room_before_it_ends(bench:
     await bench.beat(worker, lease, used=2)
     await bench.beat(worker)
     assert await bench.used(worker) == (0, 0)
-    assert await bench.ledger.finish("a", 1, 3) == (True, keys.line_name("tiny@fp32", 2))
+    assert await bench.finish("a", 1, 3) == (True, keys.line_name("tiny@fp32", 2))
     assert await bench.used(worker) == (0, 0), "not given back twice"
 
 
@@ -62,7 +62,7 @@ async def test_leases_that_moved_ended_or_were_withdrawn_are_revoked(bench: Ledg
     await bench.ledger.register("new", "i1")
     again = await bench.commit(make_ticket("moved"), new)
     assert isinstance(again, Lease)
-    await bench.ledger.finish("ended", 1, 1)
+    await bench.finish("ended", 1, 1)
     await bench.ledger.withdraw("withdrawn", "h", "withdrawn")
     assert await bench.beat(old, moved, ended, withdrawn) == [("moved", 1), ("ended", 1), ("withdrawn", 1)]
     assert await bench.beat(new, again) == []
@@ -91,7 +91,7 @@ async def test_running_streams_survive_a_flush(bench: LedgerBench) -> None:
     assert await bench.beat(worker, lease, used=2) == []
     assert await bench.used(worker) == (1, 2)
     assert (await bench.ledger.survey()).num_leases == 1
-    assert (await bench.ledger.finish("a", 1, 3))[0]
+    assert (await bench.finish("a", 1, 3))[0]
     assert await bench.used(worker) == (0, 0)
 
 
@@ -129,7 +129,7 @@ async def test_an_expired_lease_that_runs_is_revived(bench: LedgerBench) -> None
     assert await bench.beat(worker, lease, used=2) == []
     assert await bench.used(worker) == (1, 2)
     assert await bench.raw("TTL", keys.ticket("a")) == -1
-    assert (await bench.ledger.finish("a", 1, 3))[0]
+    assert (await bench.finish("a", 1, 3))[0]
 
 
 async def test_what_is_served_is_noted(bench: LedgerBench) -> None:

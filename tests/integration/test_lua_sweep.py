@@ -32,7 +32,7 @@ async def test_a_lease_that_is_not_renewed_is_settled_from_its_last_count(bench:
     await until(swept)
     assert ended == [Ended("a", "expired", keys.line_name("tiny@fp32", 2), 1, "w1", 42)]
     assert await bench.used(worker) == (0, 0)
-    assert await bench.ledger.finish("a", 1, 50) == (False, ""), "settled already"
+    assert await bench.finish("a", 1, 50) == (False, ""), "settled already"
 
 
 async def test_time_without_a_sweep_is_held_against_nobody(redis_server) -> None:
@@ -85,3 +85,15 @@ async def test_no_entry_outlives_its_ticket(bench: LedgerBench) -> None:
     await until(all_swept)
     lasting = [key for key in await bench.raw("KEYS", keys.PREFIX + "*") if await bench.raw("TTL", key) == -1]
     assert sorted(lasting) == sorted([keys.PREFIX + "order", keys.SERVING, keys.SWEPT, keys.worker("w1")])
+
+
+async def test_deadlines_that_pass_in_the_queue_end_tickets_whoever_queued_them(redis_server) -> None:
+    async with ledger_bench(redis_server.url, timing=Timing(60, 60, 60, 5)) as bench:
+        for name in ("late", "early"):
+            await bench.queue(make_ticket(name, latency_class=3))
+        await bench.raw("ZADD", keys.DEADLINES, 1, "late")
+        line = keys.line_name("tiny@fp32", 3)
+        assert await bench.ledger.sweep() == [Ended("late", "deadline", line, 0, "", 0)]
+        assert await bench.waiting() == ["early"]
+        await bench.place(make_ticket("runs"), make_worker())
+        assert await bench.raw("ZRANGE", keys.DEADLINES, 0, -1) == ["early"], "what runs has its deadline on its worker"

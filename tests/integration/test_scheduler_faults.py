@@ -197,7 +197,7 @@ async def test_after_a_gateways_death_its_leases_expire(redis_server) -> None:
         worker.accept(lease)
 
         async def listed() -> bool:
-            return await scheduler.store.commands(["HGET", f"forebay:1:ticket:{lease.request_id}", "started"]) == ["1"]
+            return await scheduler.store.commands(["HGET", keys.ticket(lease.request_id), "started"]) == ["1"]
 
         await until(listed)
         worker.leases.clear()
@@ -339,7 +339,7 @@ async def test_a_scheduler_whose_loop_dies_ends_instead_of_living_half(redis_ser
         ending = asyncio.create_task(scheduler.scheduler.run_until(asyncio.Event()))
 
         async def heard() -> bool:
-            return await scheduler.store.commands(["PUBLISH", "forebay:1:events", '"no event"']) == [1]
+            return await scheduler.store.commands(["PUBLISH", keys.EVENTS, '"no event"']) == [1]
 
         await until(heard)
         with pytest.raises(AttributeError):

@@ -81,10 +81,23 @@ async def test_a_full_worker_is_waited_for_and_callers_see_their_position(schedu
         assert {(await first).request_id, (await second).request_id} == {"first", "second"}
 
 
-async def test_realtime_overtakes_what_waits(scheduler: RunningScheduler) -> None:
+async def test_realtime_goes_to_a_worker_that_is_full_of_less_urgent_work(scheduler: RunningScheduler) -> None:
     async with fake_worker(scheduler, slots=1) as worker:
         for i in range(3):
-            worker.accept(await lease_of(scheduler.place(wire_ticket(f"r{i}"))))
+            worker.accept(await lease_of(scheduler.place(wire_ticket(f"b{i}", latency_class=3))))
+        batch = asyncio.create_task(lease_of(scheduler.place(wire_ticket("batch", latency_class=3))))
+        await until(lambda: queue_is(scheduler, 1))
+        lease = await lease_of(scheduler.place(wire_ticket("now", latency_class=1)))
+        assert (lease.worker_id, lease.ttft_target_seconds, lease.tpot_target_seconds) == ("w1", 0.2, 0.05)
+        assert not batch.done()
+        batch.cancel()
+
+
+async def test_realtime_overtakes_what_waits(scheduler: RunningScheduler) -> None:
+    async with fake_worker(scheduler, slots=1) as worker:
+        await _finish(scheduler, await lease_of(scheduler.place(wire_ticket(latency_class=3))))  # Batch has had its floor share.
+        for i in range(3):
+            worker.accept(await lease_of(scheduler.place(wire_ticket(f"r{i}", latency_class=1))))
         batch = asyncio.create_task(lease_of(scheduler.place(wire_ticket("batch", latency_class=3))))
         await until(lambda: queue_is(scheduler, 1))
         realtime = asyncio.create_task(lease_of(scheduler.place(wire_ticket("realtime", latency_class=1))))
@@ -214,8 +227,8 @@ async def test_the_fleet_as_operators_see_it(scheduler: RunningScheduler) -> Non
         leaving.state.draining = True
         await until(lambda: scheduler.scheduler.registry.ready_by_model(asyncio.get_running_loop().time())["tiny@fp32"] == 1)
         for i in range(3):
-            busy.accept(await lease_of(scheduler.place(wire_ticket(f"r{i}"))))
-        busy.state.class_usage.add(latency_class=2, num_slots=3, num_blocks=6)
+            busy.accept(await lease_of(scheduler.place(wire_ticket(f"r{i}", latency_class=1))))
+        busy.state.class_usage.add(latency_class=1, num_slots=3, num_blocks=6)
         waits = asyncio.create_task(lease_of(scheduler.place(wire_ticket(latency_class=1))))
 
         async def queued() -> bool:
@@ -227,7 +240,7 @@ async def test_the_fleet_as_operators_see_it(scheduler: RunningScheduler) -> Non
         fleet = await scheduler.admin.GetFleet(admin_pb2.GetFleetRequest())
         assert fleet.scheduler_id == "s1"
         [usage] = fleet.workers[0].heartbeat.class_usage
-        assert (usage.latency_class, usage.num_slots, usage.num_blocks) == (2, 3, 6)
+        assert (usage.latency_class, usage.num_slots, usage.num_blocks) == (1, 3, 6)
         states = [(worker.registration.worker_id, worker.ready, worker.not_ready_reason) for worker in fleet.workers]
         assert states == [("w1", True, ""), ("w2", False, "draining")]
         assert all(worker.heartbeat_age_seconds < 5 for worker in fleet.workers)

@@ -100,7 +100,7 @@ async def test_an_unknown_schema_is_refused_with_both_versions(redis_server) -> 
         await store.open()
     redis_server.command("FLUSHALL")
     await store.open()
-    assert redis_server.command(f"GET {keys.SCHEMA}") == b"$1\r\n1\r\n"
+    assert redis_server.command(f"GET {keys.SCHEMA}") == f"$1\r\n{keys.SCHEMA_VERSION}\r\n".encode()
     await store.close()
 
 

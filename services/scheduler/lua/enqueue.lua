@@ -1,16 +1,36 @@
--- Queues a ticket, or says where it stands. Idempotent by request id: any scheduler may be asked, any number of times.
+-- Queues a ticket and reserves its org's quota, or says where it stands. Idempotent by request id: any scheduler may be asked, any number of times.
 -- A ticket whose lease is named as lost comes back to its old place, as does one that was withdrawn, dropped or expired.
 -- KEYS: 1 ticket
 -- ARGV: 1 request id, 2 spec (JSON), 3 queue, 4 line, 5 class, 6 deadline (ms from now), 7 holder, 8 excluded workers (JSON),
---       9 lost epoch, 10 tokens delivered, 11 order if the caller knows it from before, else 0, 12 most tickets in the line, 13 scheduler instance
--- Output: {'queued', order, ms waited, ms left} | {'placed', lease...} | {'full', tickets in the line} | {'finished'}
+--       9 lost epoch, 10 tokens delivered, 11 order if the caller knows it from before, else 0, 12 most tickets waiting for the model,
+--       13 scheduler instance, 14 quota (JSON, see reserve; also prompt: tokens in it), 15.. lines of the model, the least urgent first
+-- Output: {'queued', quota state, order, ms waited, ms left} | {'placed', quota state, lease...} | {'finished'} | {'expired'} |
+--         {'full', tickets waiting for the model} | {'shed', the same} | {'over', quota state, kinds, ms until the buckets have enough}
 local id, queue, line, lost, known, most = ARGV[1], ARGV[3], ARGV[4], tonumber(ARGV[9]), tonumber(ARGV[11]), tonumber(ARGV[12])
 local t = read_ticket(id)
 
+-- Tickets waiting for the model, whether one more may, and who is put out for it: the newest of the least urgent class below this one.
+local function find_room()
+  local lines, depth = {unpack(ARGV, 15)}, 0
+  for _, name in ipairs(lines) do depth = depth + tonumber(redis.call('HGET', K.waiting, name) or 0) end
+  if depth < most then return depth, true end
+  for _, name in ipairs(lines) do
+    if name == line then break end
+    local victim, newest = nil, -1
+    for _, of_org in ipairs(redis.call('ZRANGE', K.turns .. name, 0, -1)) do
+      local last = redis.call('ZRANGE', K.fifo .. of_org, -1, -1, 'WITHSCORES')
+      if last[1] and tonumber(last[2]) > newest then victim, newest = last[1], tonumber(last[2]) end
+    end
+    if victim then return depth, true, victim end
+  end
+  return depth, false
+end
+
+local depth, fits, victim
 if t and t.state == 'placed' then
   if lost < tonumber(t.epoch) then
     redis.call('HSET', KEYS[1], 'holder', ARGV[7])
-    return {'placed', unpack(lease_of(t))}
+    return {'placed', quota_state(read_debts(cjson.decode(queue)[3])), unpack(lease_of(t))}
   end
   -- Refused by a worker that this gateway can reach: it has less room than we think, until its next heartbeat says how much.
   local excluded = false
@@ -19,30 +39,45 @@ if t and t.state == 'placed' then
     redis.call('HSET', K.worker .. t.worker, 'refusing', 1)
   end
   end_lease(t, 'lost')
-  t.state = 'ended'
+  t.state = 'lost'
 elseif t and t.state == 'ended' and t.reason == 'finished' then
   return {'finished'}
-elseif not t and lost == 0 and known == 0 then
-  local depth = tonumber(redis.call('HGET', K.waiting, line) or 0)
-  if depth >= most then return {'full', depth} end
+elseif t and t.reason == 'shed' and known > 0 then
+  return {'shed', most}  -- Its stream has not heard of it.
+elseif known == 0 and lost == 0 and (not t or t.reason == 'shed') then
+  depth, fits, victim = find_room()
+  if not fits then return {'full', depth} end
 end
 
-local order, enqueued, deadline = t and t.order, t and t.enqueued, t and t.deadline
+local order, enqueued, deadline = t and t.order, t and t.enqueued, t and t.deadline or NOW + tonumber(ARGV[6])
+if tonumber(deadline) <= NOW then
+  if t and t.state == 'lost' then mark_ended(t, 'deadline') end
+  return {'expired'}
+end
+
+local quota = cjson.decode(ARGV[14])
+local state, short, wait = reserve(id, cjson.decode(queue)[3], quota, lost > 0 or known > 0)
+if short then return {'over', state, short, wait} end
+if victim then
+  drop(read_ticket(victim), 'shed')
+  publish({event = 'shed', request_id = victim, depth = depth})  -- Heard by all, by the one who asks here too.
+end
+
 if not order then
   -- Arrival time in microseconds, and always above the last: so order survives a lost Redis and a clock set back.
   order = known > 0 and known or math.max(NOW_US, tonumber(redis.call('GET', K.order) or 0) + 1)
   if known == 0 then redis.call('SET', K.order, int(order)) end
 end
 enqueued = enqueued or (known > 0 and math.min(NOW, math.floor(known / 1000))) or NOW
-deadline = deadline or NOW + tonumber(ARGV[6])
 local epoch = math.max(lost, t and tonumber(t.epoch) or 0)
 
 redis.call('HSET', KEYS[1], 'spec', ARGV[2], 'queue', queue, 'line', line, 'class', ARGV[5], 'deadline', int(deadline), 'holder', ARGV[7],
-           'excluded', ARGV[8], 'asked', int(NOW), 'delivered', ARGV[10], 'order', int(order), 'enqueued', int(enqueued), 'epoch', int(epoch), 'started', 0, 'tokens', 0)
+           'excluded', ARGV[8], 'asked', int(NOW), 'delivered', ARGV[10], 'order', int(order), 'enqueued', int(enqueued), 'epoch', int(epoch), 'started', 0, 'tokens', 0,
+           'prompt', int(quota.prompt), 'reserved', int(quota.tokens))
 if t and t.state == 'queued' then
   redis.call('ZADD', K.held, NOW, id)
 else
-  enqueue({id = id, queue = queue, line = line, order = order})
+  enqueue({id = id, queue = queue, line = line, order = order, deadline = deadline})
   publish({event = 'queued', from = ARGV[13]})
 end
-return {'queued', int(order), NOW - enqueued, deadline - NOW}
+return {'queued', state, int(order), NOW - enqueued, deadline - NOW}

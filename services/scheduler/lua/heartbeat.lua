@@ -24,15 +24,17 @@ local function renew(id, epoch)
   redis.call('HSET', K.ticket .. id, 'state', 'placed', 'epoch', int(epoch), 'worker', worker, 'incarnation', incarnation, 'address', address)
   redis.call('HSETNX', K.ticket .. id, 'order', int(NOW_US))
   redis.call('HSETNX', K.ticket .. id, 'slots', 1)
+  if t then revive(t) end
   return read_ticket(id)
 end
 
 local revoked, listed, held_in_all = {'ok'}, {}, 0
-local slots, blocks = {}, {}
+local slots, blocks, of_orgs = {}, {}, {}
 local function count(t, num_slots, num_blocks)
   local class = t.class or '0'
   slots[class] = (slots[class] or 0) + num_slots
   blocks[class] = (blocks[class] or 0) + num_blocks
+  if t.queue then of_orgs[org_field(t)] = (of_orgs[org_field(t)] or 0) + num_blocks end
   redis.call('HSET', K.ticket .. t.id, 'counted_slots', num_slots, 'counted_blocks', num_blocks)
 end
 
@@ -78,6 +80,10 @@ for class = 0, 3 do
   else
     state[4] = int(nobodys + (blocks[c] or 0))
   end
+end
+for field, num_blocks in pairs(of_orgs) do
+  state[#state + 1] = field
+  state[#state + 1] = int(num_blocks)
 end
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], unpack(state))

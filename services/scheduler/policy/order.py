@@ -1,11 +1,15 @@
-"""The order of waiting tickets: class first, then arrival, over one fifo per (model, class, org). Knows no worker."""
+"""The order of waiting tickets: class, then fairness between orgs, then arrival. Knows no worker.
+
+A class offers the ticket that is next in it; the offer with the largest weight, doubling with the ticket's age, is first, and before it
+a class that has had less than its floor share of late. Within a class the org is next that was given the fewest tokens for its weight.
+"""
 
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-REALTIME, STANDARD, BATCH = 1, 2, 3
+from services.scheduler.policy.rules import Rules
 
 
 @dataclass(frozen=True)
@@ -25,44 +29,122 @@ class Ticket:
     excluded_workers: frozenset[str] = frozenset()
     asked_seconds: float = 0.0
     """Since its gateway asked, and named the workers that it can't reach."""
+    waited_seconds: float = 0.0
+    """Since it arrived first."""
 
 
-def arrange(fifos: Iterable[Sequence[Ticket]]) -> Iterator[Ticket]:
-    """All tickets in the order in which they should be placed. Each fifo must be in arrival order itself."""
-    return heapq.merge(*fifos, key=lambda ticket: (ticket.latency_class, ticket.order))
+@dataclass(frozen=True)
+class Fifo:
+    """The first waiting tickets of one (model, class, org), in order of arrival; `cut` if more wait behind them.
+
+    served: tokens that the org was given in this (model, class), divided by its weight.
+    """
+
+    tickets: Sequence[Ticket]
+    served: float = 0.0
+    cut: bool = False
 
 
-def positions(fifos: Mapping[str, Sequence[tuple[str, int]]]) -> dict[str, int]:
-    """Tickets ahead of each in one (model, class), from 0. `fifos`: org -> (request id, order), in arrival order."""
-    line = heapq.merge(*fifos.values(), key=lambda entry: entry[1])
-    return {request_id: position for position, (request_id, _) in enumerate(line)}
+@dataclass(frozen=True)
+class Turn:
+    """A ticket whose turn it is. `first_of_all`: no ticket of any class may take the room that it waits for."""
+
+    ticket: Ticket
+    first_of_all: bool = False
 
 
-class Pace:
-    """Placements per second of one (model, class), averaged over about half a minute. Gives the expected wait."""
+def expected_output(ticket: Ticket, output_estimate: int) -> int:
+    """Tokens that it will probably still generate, over all choices."""
+    return min(ticket.n * output_estimate, max(0, ticket.n * ticket.max_tokens - ticket.num_delivered_tokens))
 
-    WINDOW_SECONDS = 30.0
 
-    def __init__(self, now: float) -> None:
-        self._started = now
-        self._updated = now
-        self._count = 0.0
+_Entry = tuple[float, int, str, Fifo, int]
+"""Tokens served, order, request id (no two entries are equal up to here), the fifo and the ticket's index in it."""
 
-    def placed(self, now: float) -> None:
-        """One ticket has left the line."""
-        self._decay(now)
-        self._count += 1
 
-    def eta_seconds(self, position: int, now: float) -> float:
-        """Seconds until the ticket at `position` is placed; -1 while nothing has been placed lately."""
-        self._decay(now)
-        if self._count < 0.5:
-            return -1.0
-        # A young window has seen less than it would hold: without this a first burst looks slow.
-        seen = max(1.0, min(now - self._started, self.WINDOW_SECONDS))
-        return (position + 1) * seen / self._count
+@dataclass
+class _Line:
+    """One (model, class): its orgs as a heap."""
 
-    def _decay(self, now: float) -> None:
-        elapsed = max(0.0, now - self._updated)
-        self._count *= math.exp(-elapsed / self.WINDOW_SECONDS)
-        self._updated = now
+    latency_class: int
+    recent: list[float]
+    entries: list[_Entry] = field(default_factory=list)
+
+    def push(self, served: float, fifo: Fifo, index: int, *, fifo_only: bool) -> None:
+        ticket = fifo.tickets[index]
+        heapq.heappush(self.entries, (0.0 if fifo_only else served, ticket.order, ticket.request_id, fifo, index))
+
+    @property
+    def next(self) -> Ticket:
+        _, _, _, fifo, index = self.entries[0]
+        return fifo.tickets[index]
+
+
+class Order:
+    """Iterates over the tickets, and is told of each that was placed, as that changes who is next.
+
+    recent: model -> tokens placed of it lately, by class 0 .. 3. Ends early when the next ticket is one behind a cut.
+    """
+
+    def __init__(self, fifos: Iterable[Fifo], rules: Rules, recent: Mapping[str, Sequence[float]] | None = None) -> None:
+        self._rules = rules
+        self._lines: dict[tuple[str, int], _Line] = {}
+        self._placed = False
+        shares = {model: list(tokens) for model, tokens in (recent or {}).items()}
+        for fifo in fifos:
+            if not fifo.tickets:
+                continue
+            model, latency_class = fifo.tickets[0].model, fifo.tickets[0].latency_class
+            # By arrival alone there is one line, so nothing but the order of tickets is ever compared.
+            name = ("", 0) if rules.fifo else (model, latency_class)
+            tokens = shares.setdefault(model, [0.0] * 4)
+            line = self._lines.setdefault(name, _Line(latency_class, tokens))
+            line.push(fifo.served, fifo, 0, fifo_only=rules.fifo)
+
+    def placed(self) -> None:
+        """The ticket of the last turn has found its place."""
+        self._placed = True
+
+    def __iter__(self) -> Iterator[Turn]:
+        while lines := [line for line in self._lines.values() if line.entries]:
+            line = min(lines, key=self._rank)
+            starving = self._is_starving(line)
+            served, _, _, fifo, index = heapq.heappop(line.entries)
+            ticket = fifo.tickets[index]
+            self._placed = False
+            yield Turn(ticket, first_of_all=starving or self._rules.fifo)
+            if self._placed:
+                tokens = ticket.num_prompt_tokens + expected_output(ticket, self._rules.output_estimate)
+                served += tokens / self._rules.org(ticket.org).weight
+                line.recent[ticket.latency_class] += tokens
+            if index + 1 < len(fifo.tickets):
+                line.push(served, fifo, index + 1, fifo_only=self._rules.fifo)
+            elif fifo.cut and self._placed:
+                return
+
+    def _rank(self, line: _Line) -> tuple[bool, float, int, int, str]:
+        ticket = line.next
+        return not self._is_starving(line), -self._weight(ticket), ticket.latency_class, ticket.order, ticket.request_id
+
+    def _weight(self, ticket: Ticket) -> float:
+        """Its logarithm: a ticket may be old."""
+        rules = self._rules.classes[ticket.latency_class]
+        return math.log2(rules.weight) + ticket.waited_seconds / rules.age_seconds
+
+    def _is_starving(self, line: _Line) -> bool:
+        if self._rules.fifo:
+            return False
+        return line.recent[line.latency_class] < self._rules.classes[line.latency_class].floor_share * sum(line.recent)
+
+
+def positions(fifos: Mapping[str, tuple[float, Sequence[tuple[str, int]]]], rules: Rules) -> dict[str, int]:
+    """Tickets ahead of each in one (model, class), from 0, as if all were of one size.
+
+    `fifos`: org -> (tokens served, its (request id, order) in arrival order).
+    """
+    line = sorted(
+        (0.0 if rules.fifo else (index + 1) / rules.org(org).weight, 0.0 if rules.fifo else served, order, request_id)
+        for org, (served, entries) in fifos.items()
+        for index, (request_id, order) in enumerate(entries)
+    )
+    return {request_id: position for position, (*_, request_id) in enumerate(line)}

@@ -1,12 +1,12 @@
-"""Where a ticket runs: the least loaded worker with room for it. Knows nothing of fifos, and changes nothing but its own sketch."""
+"""Where a ticket runs: where it displaces least, then the least loaded worker. Changes nothing but its own sketch of the fleet."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from services.scheduler.policy.order import BATCH, Ticket
-
-CLASSES = range(BATCH + 1)
-"""0 is what is in use and belongs to no lease that we know."""
+from services.policy.classes import BATCH, REALTIME
+from services.policy.org import OrgPolicy
+from services.scheduler.policy.order import Order, Ticket, Turn
+from services.scheduler.policy.rules import Rules
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker that may be used, with its slots and blocks in use by class 0..3."""
+    """A worker that may be used, with its slots and blocks in use by class 0..3, and its blocks that leases of each org hold."""
 
     worker_id: str
     incarnation: str
@@ -31,26 +31,18 @@ class Worker:
     models: Mapping[str, ServedModel]
     used_slots: tuple[int, ...] = (0, 0, 0, 0)
     used_blocks: tuple[int, ...] = (0, 0, 0, 0)
+    org_blocks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What the policy wants committed. The commit checks `room` again against `max_slots` and `max_blocks`."""
+    """What the policy wants committed. The commit checks room again against `max_slots`, `max_blocks` and the org's share of these."""
 
     ticket: Ticket
     worker: Worker
     num_slots: int
     num_blocks: int
     max_blocks: int
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What operators may set. `output_estimate`: tokens per choice that a ticket is expected to need when its max_tokens says more."""
-
-    output_estimate: int = 256
-    preemptible: bool = False
-    exclusion_seconds: float = 1.0
 
 
 def blocks_for(block_size: int, num_prompt_tokens: int, num_output_tokens: int, n: int) -> int:
@@ -68,24 +60,34 @@ def serves(worker: Worker, ticket: Ticket) -> ServedModel | None:
     return model
 
 
-def could_hold(worker: Worker, ticket: Ticket) -> bool:
+def share_blocks(num_blocks: int, org: OrgPolicy) -> int:
+    """Blocks of a worker that one org's leases may hold."""
+    return max(1, int(num_blocks * org.kv_share))
+
+
+def longest(model: ServedModel, org: OrgPolicy) -> int:
+    """Longest sequence in tokens that the org may run there."""
+    return min(model.max_model_len, share_blocks(model.num_blocks, org) * model.block_size)
+
+
+def could_hold(worker: Worker, ticket: Ticket, org: OrgPolicy) -> bool:
     """Whether this worker, empty, could run the ticket to its end: workers of one model may differ in context length and cache.
 
     Choices that don't fit side by side run one after another, so one choice decides.
     """
     model = serves(worker, ticket)
-    return model is not None and ticket.num_prompt_tokens + ticket.max_tokens <= model.max_model_len
+    return model is not None and ticket.num_prompt_tokens + ticket.max_tokens <= longest(model, org)
 
 
-def needs(ticket: Ticket, worker: Worker, model: ServedModel, output_estimate: int) -> tuple[int, int]:
-    """(slots, blocks) to reserve. Never more than the whole worker has, so that what fits an empty worker is placeable."""
+def needs(ticket: Ticket, worker: Worker, model: ServedModel, rules: Rules) -> tuple[int, int]:
+    """(slots, blocks) to reserve. Never more than the whole worker has, or the org's share of it, so that what fits there is placeable."""
     delivered = -(-ticket.num_delivered_tokens // ticket.n)
-    output = min(ticket.max_tokens, delivered + output_estimate)
+    output = min(ticket.max_tokens, delivered + rules.output_estimate)
     blocks = blocks_for(model.block_size, ticket.num_prompt_tokens, output, ticket.n)
-    return min(ticket.n, worker.max_sequences), min(blocks, model.num_blocks)
+    return min(ticket.n, worker.max_sequences), min(blocks, share_blocks(model.num_blocks, rules.org(ticket.org)))
 
 
-def room(worker: Worker, model: ServedModel, latency_class: int, *, preemptible: bool = False) -> tuple[int, int]:
+def room(worker: Worker, model: ServedModel, latency_class: int, *, preemptible: bool) -> tuple[int, int]:
     """(slots, blocks) that a class may take: what is free and, where engines preempt by class, what lower classes hold."""
     last = latency_class if preemptible else BATCH
     return worker.max_slots - sum(worker.used_slots[: last + 1]), model.num_blocks - sum(worker.used_blocks[: last + 1])
@@ -96,44 +98,75 @@ class _Sketch:
     """The fleet as it will be once the placements so far are committed."""
 
     workers: dict[str, Worker]
-    kept: set[str] = field(default_factory=set)
-    """Workers that a ticket waits for: nothing behind it may take what room they gain, or a big ticket would wait for ever."""
+    kept: dict[str, int] = field(default_factory=dict)
+    """Worker -> most urgent class that may not go there now, because a ticket of that class waits for its room: what comes
+    behind may not take what room they gain, or a big ticket would wait for ever. More urgent classes may, as they preempt."""
+    held_up: set[tuple[str, str, int]] = field(default_factory=set)
+    """(org, model, class) with a ticket that waits for the org's own leases alone: so do the org's later ones."""
+
+    def is_open(self, worker: Worker, ticket: Ticket) -> bool:
+        return ticket.latency_class < self.kept.get(worker.worker_id, BATCH + 1)
+
+    def is_closed(self, latency_class: int) -> bool:
+        return len(self.kept) == len(self.workers) and all(kept <= latency_class for kept in self.kept.values())
+
+    def keep(self, worker: Worker, turn: Turn) -> None:
+        latency_class = REALTIME if turn.first_of_all else turn.ticket.latency_class
+        self.kept[worker.worker_id] = min(latency_class, self.kept.get(worker.worker_id, BATCH))
 
 
-def plan(tickets: Iterable[Ticket], workers: Iterable[Worker], rules: Rules) -> list[Placement]:
+def plan(order: Order, workers: Iterable[Worker], rules: Rules) -> list[Placement]:
     """Placements for as many tickets as have room, in order. A ticket that has none keeps the worker closest to having it."""
     sketch = _Sketch({worker.worker_id: worker for worker in workers})
     placements = []
-    for ticket in tickets:
-        if len(sketch.kept) == len(sketch.workers):
+    for turn in order:
+        if sketch.is_closed(REALTIME):
             break
-        placement = _place(ticket, sketch, rules)
+        placement = None if sketch.is_closed(turn.ticket.latency_class) else _place(turn, sketch, rules)
         if placement is not None:
             placements.append(placement)
+            order.placed()
     return placements
 
 
-def _place(ticket: Ticket, sketch: _Sketch, rules: Rules) -> Placement | None:
-    candidates = [w for w in sketch.workers.values() if could_hold(w, ticket)]
-    reachable = [w for w in candidates if w.worker_id not in ticket.excluded_workers]
-    # Excluded workers are left out while there are others. Alone they are better than nothing, if they live on for a while.
-    if not reachable and ticket.asked_seconds < rules.exclusion_seconds:
+def _place(turn: Turn, sketch: _Sketch, rules: Rules) -> Placement | None:
+    ticket = turn.ticket
+    line = (ticket.org, ticket.model, ticket.latency_class)
+    candidates = [w for w in _reachable(ticket, sketch, rules) if sketch.is_open(w, ticket)]
+    if line in sketch.held_up or not candidates:
         return None
-    candidates = reachable or candidates
-    candidates = [w for w in candidates if w.worker_id not in sketch.kept]
-    fits = [placement for w in candidates if (placement := _fit(ticket, w, rules)) is not None]
+    allowed = [w for w in candidates if _is_within_share(ticket, w, rules)]
+    if not allowed:
+        sketch.held_up.add(line)
+        return None
+    fits = [placement for w in allowed if (placement := _fit(ticket, w, rules)) is not None]
     if not fits:
-        if candidates:
-            sketch.kept.add(max(candidates, key=lambda w: _spare(w, ticket, rules)).worker_id)
+        sketch.keep(max(allowed, key=lambda w: _spare(w, ticket, rules)), turn)
         return None
-    best = min(fits, key=_load)
+    best = min(fits, key=_cost)
     sketch.workers[best.worker.worker_id] = _debit(best)
     return best
 
 
+def _reachable(ticket: Ticket, sketch: _Sketch, rules: Rules) -> list[Worker]:
+    """Excluded workers are left out while there are others. Alone they are better than nothing, if they live on for a while."""
+    org = rules.org(ticket.org)
+    candidates = [w for w in sketch.workers.values() if could_hold(w, ticket, org)]
+    reachable = [w for w in candidates if w.worker_id not in ticket.excluded_workers]
+    if not reachable and ticket.asked_seconds < rules.exclusion_seconds:
+        return []
+    return reachable or candidates
+
+
+def _is_within_share(ticket: Ticket, worker: Worker, rules: Rules) -> bool:
+    model = worker.models[ticket.model]
+    _, blocks = needs(ticket, worker, model, rules)
+    return worker.org_blocks.get(ticket.org, 0) + blocks <= share_blocks(model.num_blocks, rules.org(ticket.org))
+
+
 def _fit(ticket: Ticket, worker: Worker, rules: Rules) -> Placement | None:
     model = worker.models[ticket.model]
-    slots, blocks = needs(ticket, worker, model, rules.output_estimate)
+    slots, blocks = needs(ticket, worker, model, rules)
     free_slots, free_blocks = room(worker, model, ticket.latency_class, preemptible=rules.preemptible)
     if slots > free_slots or blocks > free_blocks:
         return None
@@ -145,31 +178,43 @@ def _spare(worker: Worker, ticket: Ticket, rules: Rules) -> tuple[int, int, str]
     return blocks, slots, worker.worker_id
 
 
-def _load(placement: Placement) -> tuple[float, float, str]:
-    worker = placement.worker
-    return sum(worker.used_slots) / worker.max_sequences, sum(worker.used_blocks) / placement.max_blocks, worker.worker_id
+def _cost(p: Placement) -> tuple[int, float, float, float, float, str]:
+    """What is to be least: choices that wait for a slot there, what is preempted, load, load of rivals, cache in use; then the name."""
+    w, rivals = p.worker, slice(p.ticket.latency_class + 1)
+    num_waiting = max(0, sum(w.used_slots[rivals]) + p.num_slots - w.max_sequences)
+    preempted = _lacking(p.num_slots, sum(w.used_slots), w.max_sequences) + _lacking(p.num_blocks, sum(w.used_blocks), p.max_blocks)
+    load, rival_load = min(1.0, sum(w.used_slots) / w.max_sequences), sum(w.used_slots[rivals]) / w.max_sequences
+    return num_waiting, preempted, load, rival_load, sum(w.used_blocks) / p.max_blocks, w.worker_id
+
+
+def _lacking(wanted: int, used: int, whole: int) -> float:
+    """Share of the whole that isn't free and would have to be taken from others."""
+    return min(wanted, max(0, used + wanted - whole)) / whole
 
 
 def _debit(placement: Placement) -> Worker:
-    worker, latency_class = placement.worker, placement.ticket.latency_class
-    slots = tuple(used + (placement.num_slots if c == latency_class else 0) for c, used in enumerate(worker.used_slots))
-    blocks = tuple(used + (placement.num_blocks if c == latency_class else 0) for c, used in enumerate(worker.used_blocks))
-    return replace(worker, used_slots=slots, used_blocks=blocks)
+    worker, ticket = placement.worker, placement.ticket
+    slots = tuple(used + (placement.num_slots if c == ticket.latency_class else 0) for c, used in enumerate(worker.used_slots))
+    blocks = tuple(used + (placement.num_blocks if c == ticket.latency_class else 0) for c, used in enumerate(worker.used_blocks))
+    org_blocks = {**worker.org_blocks, ticket.org: worker.org_blocks.get(ticket.org, 0) + placement.num_blocks}
+    return replace(worker, used_slots=slots, used_blocks=blocks, org_blocks=org_blocks)
 
 
-def impossible(ticket: Ticket, workers: Iterable[Worker]) -> tuple[str, str] | None:
+def impossible(ticket: Ticket, workers: Iterable[Worker], org: OrgPolicy) -> tuple[str, str] | None:
     """(field, words) if no worker of the model could hold this ticket even when empty; None if one could, or none serves it."""
     models = [model for worker in workers if (model := serves(worker, ticket)) is not None]
     if not models:
         return None
     prompt, total = ticket.num_prompt_tokens, ticket.num_prompt_tokens + ticket.max_tokens
-    longest = max(model.max_model_len for model in models)
-    if prompt > longest:
-        return "prompt", f"the prompt has {prompt} tokens; {ticket.model} takes at most {longest}: shorten it"
-    if total > longest:
+    most = max(longest(model, org) for model in models)
+    limited = most < max(model.max_model_len for model in models)
+    takes = f"{ticket.model} takes at most {most}" + (f", the org's share ({org.kv_share:g}) of a worker's cache," if limited else "")
+    if prompt > most:
+        return "prompt", f"the prompt has {prompt} tokens; {takes}: shorten it"
+    if total > most:
         return (
             "max_tokens",
-            f"{prompt} prompt tokens + max_tokens {ticket.max_tokens} is {total}; {ticket.model} takes at most {longest} in all: "
-            f"set max_tokens to at most {longest - prompt} or shorten the prompt",
+            f"{prompt} prompt tokens + max_tokens {ticket.max_tokens} is {total}; {takes} in all: "
+            f"set max_tokens to at most {most - prompt} or shorten the prompt",
         )
     return None

@@ -95,7 +95,7 @@ class Admission:
     def _start(self, sequence: Sequence, shares: Shares, reserved: _Owed, now: float) -> bool:
         """Runs it, where it fits or lower classes can make room. False, and nobody has given way, where they can't."""
         if not self._fits(sequence, reserved):
-            victims = composition.victims(self._queue.running, sequence.latency_class, shares, now)
+            victims = self._victims(sequence, shares, now)
             headroom = reserved.blocks + self._headroom(sequence, len(victims))
             if not victims or not self._tables.would_admit(sequence, headroom, victims):
                 return False
@@ -109,6 +109,11 @@ class Admission:
         self._queue.start(sequence, now)
         shares.add(sequence)
         return True
+
+    def _victims(self, sequence: Sequence, shares: Shares, now: float) -> list[Sequence]:
+        if not self._config.class_preemption:
+            return []
+        return composition.victims(self._queue.running, sequence.latency_class, shares, now)
 
     def _fits(self, sequence: Sequence, reserved: _Owed) -> bool:
         """Whether there was a slot and blocks; then it has the blocks."""

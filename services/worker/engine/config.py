@@ -121,6 +121,7 @@ class EngineConfig:
     backend: str = "auto"  # native (the CPU kernels), torch, or auto: native where it can be
     num_threads: int | None = None  # None: torch's default
     prefix_cache: bool = True
+    class_preemption: bool = True  # a more urgent class takes slots and blocks from those below
     speculation: int = 0  # most draft tokens per sequence and step; 0: off
     draft_level: str | None = None  # of a second copy of the weights, which drafts; None: lookups in a sequence's own past do
     verification: Verification = Verification.GUMBEL

@@ -74,6 +74,10 @@ def test_all_parts_compare_what_the_targets_are_for() -> None:
         "peers_bf16_c16": 1.0,
         "peers_prefix_c16": 2.0,
     }
+    assert found["peers_bound_c16"].ours == Cell("main", 16, "engine_int4")
+    assert found["peers_bound_c16"].theirs == found["peers_c16"].theirs
+    assert found["peers_mesh_share_c16"].theirs == (Cell("main", 16, "engine_int4"),)
+    assert found["peers_prefix_bound_c16"].theirs == found["peers_prefix_c16"].theirs
     assert found["peers_int8_c16"].theirs == (Cell("main", 16, "openvino"),)
     assert found["peers_prefix_c16"].ours.name == "prefix_mesh_int4_c16"
     assert not set(found) & {comparison.figure for comparison in comparisons(["bf16"], [1])} - {"peers_bf16_c16"}

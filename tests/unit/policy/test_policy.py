@@ -168,7 +168,7 @@ def test_a_file_that_says_nothing_limits_nobody(text: str) -> None:
         ('orgs:\n  "*":\n    weight: 2\n', 3, "can't be called"),
         ('orgs:\n  "a\\nb": {}\n', 2, "must be a name"),
         ("classes:\n  fast: {}\n", 2, "'fast' is no field of classes"),
-        ("default_tier: a\ntiers: {a: }\nclasses:\n  batch: {floor_share: 0.9}\n  standard: {floor_share: 0.2}\n", 3, "together is 1.1"),
+        ("default_tier: a\ntiers: {a: }\nclasses:\n  batch: {floor_share: 0.9}\n  standard: {floor_share: 0.2}\n", 3, "together is 1.6"),
         ("models:\n  a: {aliases: [b]}\n  b: {}\n", 3, "b is the name of another model already (line 2)"),
         ("models:\n  a: {fallbacks: [c]}\n", 2, "names c, which is no model here"),
         ("models:\n  a: {fallbacks: [a]}\n", 2, "names itself"),
@@ -214,3 +214,11 @@ def test_any_text_is_a_policy_or_an_error_with_a_line(text: str) -> None:
         policy = None
         lines = error.line
     assert policy is not None or lines >= 1
+
+
+def test_the_example_is_one_that_works() -> None:
+    example = load(Path(__file__).parents[3] / "deploy" / "policy.example.yaml")
+    assert example.org("acme").default_class == REALTIME
+    assert example.org("anybody else").tokens_per_minute == 20_000
+    assert example.may_use(example.org("nightly-reports"), "smollm2-135m-instruct@int4")
+    assert not example.may_use(example.org("nightly-reports"), "another@int4")

@@ -1,4 +1,4 @@
-"""Where tickets go: the least loaded worker with room; never too much on one; nobody waits for ever behind smaller ones."""
+"""Where tickets go: where they displace least, then the least loaded; never too much on one; nobody waits for ever behind smaller ones."""
 
 from dataclasses import replace
 
@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.policy.order import Ticket
-from services.scheduler.policy.pick import Rules, ServedModel, Worker, blocks_for, impossible, plan, room
+from services.policy.classes import BATCH, REALTIME
+from services.policy.org import OrgPolicy
+from services.scheduler.policy.order import Fifo, Order, Ticket
+from services.scheduler.policy.pick import Placement, ServedModel, Worker, blocks_for, impossible, plan, room, share_blocks
+from services.scheduler.policy.rules import Rules
 
 MODEL = ServedModel("v1", block_size=16, num_blocks=64, max_model_len=1024)
 
@@ -21,8 +24,16 @@ def _ticket(request_id: str = "r", *, prompt: int = 16, max_tokens: int = 16, n:
     return replace(ticket, **more)  # type: ignore[arg-type]
 
 
+def _plan(tickets: list[Ticket], workers: list[Worker], rules: Rules | None = None) -> list[Placement]:
+    """In the order given, whatever class or org: `order` counts, and no class has had less than another."""
+    rules = rules or Rules()
+    numbered = [replace(ticket, order=order) for order, ticket in enumerate(tickets)]
+    order = Order([Fifo([ticket]) for ticket in numbered], rules)
+    return plan(order, workers, rules)
+
+
 def _names(tickets: list[Ticket], workers: list[Worker], rules: Rules | None = None) -> list[tuple[str, str]]:
-    return [(p.ticket.request_id, p.worker.worker_id) for p in plan(tickets, workers, rules or Rules())]
+    return [(p.ticket.request_id, p.worker.worker_id) for p in _plan(tickets, workers, rules)]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +65,8 @@ def test_a_worker_that_could_not_hold_the_whole_ticket_is_no_candidate() -> None
 def test_choices_that_do_not_fit_side_by_side_are_no_reason_to_refuse() -> None:
     """An engine runs them one after another; the ticket takes the whole worker."""
     ticket = _ticket(prompt=1000, max_tokens=24, n=16)
-    assert impossible(ticket, [_worker()]) is None
-    (placement,) = plan([ticket], [_worker()], Rules())
+    assert impossible(ticket, [_worker()], OrgPolicy()) is None
+    (placement,) = _plan([ticket], [_worker()])
     assert (placement.num_slots, placement.num_blocks) == (4, 64)
 
 
@@ -76,9 +87,9 @@ def test_a_big_ticket_keeps_one_worker_and_small_ones_use_the_others() -> None:
     assert _names(tickets, workers) == [("small1", "w2"), ("small2", "w2")]
 
 
-def test_room_for_a_class_is_what_is_free_until_engines_preempt_by_class() -> None:
+def test_room_for_a_class_is_what_is_free_and_what_lower_classes_hold_where_engines_preempt() -> None:
     worker = replace(_worker(slots=4), used_slots=(0, 0, 1, 3), used_blocks=(2, 0, 10, 40))
-    assert room(worker, MODEL, 1) == (0, 12)
+    assert room(worker, MODEL, 1, preemptible=False) == (0, 12)
     assert room(worker, MODEL, 1, preemptible=True) == (4, 62)
     assert room(worker, MODEL, 2, preemptible=True) == (3, 52)
     assert room(worker, MODEL, 3, preemptible=True) == (0, 12)
@@ -86,16 +97,16 @@ def test_room_for_a_class_is_what_is_free_until_engines_preempt_by_class() -> No
 
 def test_what_fits_an_empty_worker_only_is_placed_on_an_empty_worker() -> None:
     ticket = _ticket(prompt=1000, max_tokens=24, n=2)
-    assert [p.num_blocks for p in plan([ticket], [_worker()], Rules())] == [64]
+    assert [p.num_blocks for p in _plan([ticket], [_worker()])] == [64]
     assert _names([ticket], [_worker(used_blocks=1)]) == []
     many = _ticket(n=8)  # more choices than slots
-    assert [p.num_slots for p in plan([many], [_worker()], Rules())] == [4]
+    assert [p.num_slots for p in _plan([many], [_worker()])] == [4]
     assert _names([many], [_worker(used_slots=1)]) == []
 
 
 def test_delivered_tokens_are_part_of_what_is_reserved() -> None:
     rules = Rules(output_estimate=16)
-    fresh, moved = (plan([_ticket(max_tokens=500, num_delivered_tokens=d)], [_worker()], rules)[0].num_blocks for d in (0, 160))
+    fresh, moved = (_plan([_ticket(max_tokens=500, num_delivered_tokens=d)], [_worker()], rules)[0].num_blocks for d in (0, 160))
     assert (fresh, moved) == (2, 12)
 
 
@@ -110,12 +121,19 @@ def test_no_plan_ever_overfills_a_worker_or_places_a_ticket_twice(
         _worker(f"w{i}", slots=slots, used_slots=min(used, slots), used_blocks=blocks) for i, (slots, used, blocks) in enumerate(fleet)
     ]
     tickets = [_ticket(f"r{i}", prompt=p, max_tokens=m, n=n, latency_class=c) for i, (p, m, n, c) in enumerate(requests)]
-    placements = plan(tickets, workers, Rules())
+    placements = _plan(tickets, workers)
     assert len({p.ticket.request_id for p in placements}) == len(placements)
-    for worker in workers:
-        mine = [p for p in placements if p.worker.worker_id == worker.worker_id]
-        assert sum(worker.used_slots) + sum(p.num_slots for p in mine) <= worker.max_slots
-        assert sum(worker.used_blocks) + sum(p.num_blocks for p in mine) <= MODEL.num_blocks
+    fleet_now = {worker.worker_id: worker for worker in workers}
+    for p in placements:
+        worker, c = fleet_now[p.worker.worker_id], p.ticket.latency_class
+        slots, blocks = room(worker, MODEL, c, preemptible=True)
+        assert p.num_slots <= slots
+        assert p.num_blocks <= blocks
+        fleet_now[worker.worker_id] = replace(
+            worker,
+            used_slots=tuple(used + p.num_slots * (i == c) for i, used in enumerate(worker.used_slots)),
+            used_blocks=tuple(used + p.num_blocks * (i == c) for i, used in enumerate(worker.used_blocks)),
+        )
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 1000))
@@ -126,11 +144,11 @@ def test_a_big_ticket_is_placed_in_the_end_however_many_small_ones_come(sizes: l
     waiting.insert(len(waiting) // 2, _ticket("big", prompt=big))
     for round_number in range(200):
         worker = _worker(slots=8, used_slots=len(held), used_blocks=sum(held))
-        for placement in plan(waiting, [worker], Rules()):
+        for placement in _plan(waiting, [worker]):
             if placement.ticket.request_id == "big":
                 return
             held.append(placement.num_blocks)
-            waiting.remove(placement.ticket)
+            waiting = [ticket for ticket in waiting if ticket.request_id != placement.ticket.request_id]
         held = held[1:]
         waiting += [_ticket(f"n{round_number}{i}") for i in range(2)]
     raise AssertionError("the big ticket starves")
@@ -146,14 +164,112 @@ def test_a_big_ticket_is_placed_in_the_end_however_many_small_ones_come(sizes: l
 )
 def test_what_no_worker_could_hold_is_refused_with_its_numbers(ticket: Ticket, field: str, numbers: tuple[str, ...]) -> None:
     """Case B23: refused at admission, not left at the head of the queue."""
-    problem = impossible(ticket, [_worker(model=replace(MODEL, num_blocks=16)), _worker("w2")])
+    problem = impossible(ticket, [_worker(model=replace(MODEL, max_model_len=256)), _worker("w2")], OrgPolicy())
     assert problem is not None
     assert problem[0] == field
     assert all(number in problem[1] for number in numbers)
 
 
 def test_what_one_worker_could_hold_when_empty_is_not_impossible() -> None:
-    assert (
-        impossible(_ticket(prompt=1000, max_tokens=24), [_worker(used_blocks=64), _worker(model=replace(MODEL, max_model_len=100))]) is None
-    )
-    assert impossible(_ticket(prompt=5000, version="v2"), [_worker()]) is None, "nobody serves it: another matter"
+    workers = [_worker(used_blocks=64), _worker(model=replace(MODEL, max_model_len=100))]
+    assert impossible(_ticket(prompt=1000, max_tokens=24), workers, OrgPolicy()) is None
+    assert impossible(_ticket(prompt=5000, version="v2"), [_worker()], OrgPolicy()) is None, "nobody serves it: another matter"
+
+
+# Room by class.
+
+
+def _of_class(latency_class: int, request_id: str = "r", **more: object) -> Ticket:
+    return _ticket(request_id, latency_class=latency_class, **more)  # type: ignore[arg-type]
+
+
+def _holding(worker_id: str, *, realtime: int = 0, standard: int = 0, batch: int = 0, waiting_places: int = 2) -> Worker:
+    """A worker of 4 slots and 64 blocks whose leases hold 10 blocks each."""
+    slots = (0, realtime, standard, batch)
+    blocks = tuple(10 * used for used in slots)
+    return Worker(worker_id, "i1", "host:1", 4, 4 + waiting_places, {"tiny@fp32": MODEL}, slots, blocks)
+
+
+def test_realtime_goes_to_a_full_worker_and_the_others_wait() -> None:
+    tickets = [_of_class(BATCH, "b"), _of_class(2, "s"), _of_class(REALTIME, "r")]
+    assert _names(tickets, [_holding("w1", batch=6)]) == [("r", "w1"), ("s", "w1")]
+    assert _names(tickets, [_holding("w1", standard=6)]) == [("r", "w1")]
+    assert _names(tickets, [_holding("w1", realtime=6)]) == []
+    assert _names(tickets, [_holding("w1", batch=6)], Rules(preemptible=False)) == []
+
+
+def test_slots_and_waiting_places_bound_a_class_and_those_above_it() -> None:
+    tickets = [_of_class(REALTIME, f"r{i}") for i in range(9)]
+    assert len(_names(tickets, [_holding("w1", batch=6)])) == 6
+    assert len(_names(tickets, [_holding("w1", realtime=2, batch=4)])) == 4
+
+
+def test_the_worker_is_taken_that_preempts_least() -> None:
+    realtime = [_of_class(REALTIME)]
+    assert _names(realtime, [_holding("w1", batch=5), _holding("w2", standard=3)]) == [("r", "w2")], "a free slot"
+    assert _names(realtime, [_holding("w1", realtime=4), _holding("w2", batch=6)]) == [("r", "w2")], "rather than wait for a slot"
+    assert _names(realtime, [_holding("w1", realtime=2, batch=4), _holding("w2", batch=6)]) == [("r", "w2")], "fewer rivals"
+    tight = replace(_holding("w1", batch=3), used_blocks=(0, 0, 0, 64))
+    assert _names(realtime, [tight, _holding("w2", batch=3)]) == [("r", "w2")], "free blocks"
+
+
+def test_what_a_big_batch_ticket_waits_for_is_closed_to_batch_alone() -> None:
+    worker = replace(_worker(slots=8), used_slots=(0, 0, 0, 1), used_blocks=(0, 0, 0, 40))
+    tickets = [_of_class(BATCH, "big", prompt=600, waited_seconds=200), _of_class(BATCH, "small"), _of_class(REALTIME, "now")]
+    assert _names(tickets, [worker]) == [("now", "w1")]
+
+
+def test_what_a_class_below_its_floor_share_waits_for_is_closed_to_all() -> None:
+    worker = replace(_worker(slots=8), used_slots=(0, 1, 0, 0), used_blocks=(0, 40, 0, 0))
+    fifos = [Fifo([_of_class(BATCH, "big", prompt=600)]), Fifo([_of_class(REALTIME, "now")])]
+    rules = Rules()
+    assert plan(Order(fifos, rules, {"tiny@fp32": [0, 1000, 0, 0]}), [worker], rules) == []
+    placed = plan(Order(fifos, rules, {"tiny@fp32": [0, 600, 300, 100]}), [worker], rules)
+    assert [placement.ticket.request_id for placement in placed] == ["now"]
+
+
+# An org's share of a worker's blocks.
+
+HALF = Rules(org=lambda org: OrgPolicy(kv_share=0.5 if org == "org" else 1.0))
+
+
+def test_an_org_takes_no_more_than_its_share_of_each_worker() -> None:
+    tickets = [_ticket(f"r{i}", prompt=160) for i in range(9)]  # 11 blocks each
+    assert _names(tickets, [_worker("w1", slots=9), _worker("w2", slots=9)], HALF) == [
+        ("r0", "w1"),
+        ("r1", "w2"),
+        ("r2", "w1"),
+        ("r3", "w2"),
+    ]
+    held = replace(_worker("w1", slots=9), org_blocks={"org": 25})
+    assert _names(tickets, [held], HALF) == []
+    assert len(_names([replace(ticket, org="other") for ticket in tickets], [held], HALF)) == 5
+
+
+def test_an_org_that_is_at_its_share_holds_up_nobody_but_itself() -> None:
+    full = replace(_worker(slots=9), org_blocks={"org": 25})
+    tickets = [_ticket("big", prompt=160), _ticket("small", max_tokens=1), _ticket("other", org="other", prompt=600)]
+    assert _names(tickets, [full], HALF) == [("other", "w1")], "its small one would keep its big one waiting"
+
+
+def test_what_an_orgs_share_could_never_hold_is_refused_with_its_numbers() -> None:
+    share = OrgPolicy(kv_share=0.25)
+    assert share_blocks(64, share) == 16
+    assert impossible(_ticket(prompt=240, max_tokens=16), [_worker()], share) is None
+    problem = impossible(_ticket(prompt=240, max_tokens=17), [_worker()], share)
+    assert problem is not None
+    assert problem[0] == "max_tokens"
+    assert all(number in problem[1] for number in ("240", "17", "257", "256", "0.25"))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 4), st.integers(1, 3), st.sampled_from("xyz")), max_size=40), st.integers(1, 9)
+)
+def test_no_plan_ever_takes_more_than_an_orgs_share(requests: list[tuple[int, int, int, str]], tenths: int) -> None:
+    rules = Rules(org=lambda org: OrgPolicy(kv_share=tenths / 10 if org == "x" else 1.0))
+    tickets = [_ticket(f"r{i}", prompt=p, n=n, latency_class=c, org=org) for i, (p, n, c, org) in enumerate(requests)]
+    blocks = {"w1": 0, "w2": 0}
+    for placement in _plan(tickets, [_worker("w1", slots=40), _worker("w2", slots=40)], rules):
+        if placement.ticket.org == "x":
+            blocks[placement.worker.worker_id] += placement.num_blocks
+    assert max(blocks.values()) <= 64 * tenths // 10

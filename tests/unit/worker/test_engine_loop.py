@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.common.errors import Code, StatusError
+from services.worker import engine_loop
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.request import EngineRequest, SamplingParams, TokenOutput
@@ -72,15 +73,53 @@ async def test_outputs_come_to_their_own_sinks() -> None:
         assert self.loop.num_requests == 0
 
 
-async def test_a_step_is_one_wake_up_of_the_event_loop() -> None:
+async def test_what_all_choices_get_in_a_step_comes_together() -> None:
     async with running() as self:
         self.runner.hold()
         sinks = [self.add(f"r{number}") for number in range(3)]
         self.runner.release()
         await until(lambda: all(sink.ended for sink in sinks))
-        steps = [turn for turn in self.turns if turn.step]
-        assert len(steps) == self.runner.num_steps
-        assert max(len(turn.outputs) for turn in steps) == 3
+        assert sum(len(turn.steps) for turn in self.turns) == self.runner.num_steps
+        assert max(len(turn.outputs) for turn in self.turns) >= 3
+
+
+async def test_first_and_last_words_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "TURN_SECONDS", 3600)  # nothing is collected for its age
+    async with running() as self:
+        self.runner.hold_at_output(1)
+        sink = self.add("r", max_tokens=9)
+        await until(lambda: len(sink.tokens) == 1)
+        self.runner.release()
+        await until(lambda: sink.ended)
+        assert sink.tokens == continuation([1, 2, 3], 9)
+
+
+async def test_what_a_long_step_brings_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "TURN_SECONDS", 3600)
+    async with running() as self:
+        self.runner.before_step = lambda: self.clock.forward(1801)
+        self.runner.hold_at_output(3)
+        sink = self.add("r", max_tokens=9)
+        await until(lambda: len(sink.tokens) == 3)
+        assert not sink.ended
+
+
+async def test_what_short_steps_bring_is_collected_in_few_turns() -> None:
+    async with running() as self:
+        sink = self.add("r", max_tokens=60)
+        await until(lambda: sink.ended)
+        assert sink.tokens == continuation([1, 2, 3], 60)
+        assert [output.first_position for turn in self.turns for output in turn.outputs] == list(range(60))
+        assert sum(len(turn.steps) for turn in self.turns) == self.runner.num_steps
+        assert max(len(turn.steps) for turn in self.turns) > 1
+
+
+async def test_what_a_short_step_brings_does_not_wait_for_the_next() -> None:
+    async with running() as self:
+        self.runner.hold_at_output(3)
+        sink = self.add("r", max_tokens=30)
+        await until(lambda: len(sink.tokens) == 3)
+        assert not sink.ended
 
 
 async def test_without_work_the_thread_sleeps() -> None:
@@ -185,7 +224,7 @@ async def test_a_long_prefill_is_progress_without_a_token() -> None:
         for _ in range(3):
             self.clock.now += 4
         await until(lambda: self.runner.num_steps == 3)
-        assert sum(turn.step.num_tokens for turn in self.turns if turn.step) == 24
+        assert sum(step.num_tokens for turn in self.turns for step in turn.steps) == 24
         self.loop.abort("r")
 
 

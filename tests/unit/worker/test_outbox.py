@@ -45,7 +45,7 @@ async def test_the_last_token_goes_at_once() -> None:
     assert await outbox.next() is News.ENDED
 
 
-@pytest.mark.parametrize(("num_streams", "seconds"), [(1, 0.02), (8, 0.02), (16, 0.04), (64, 0.1)])
+@pytest.mark.parametrize(("num_streams", "seconds"), [(1, 0.02), (8, 0.04), (16, 0.08), (64, 0.1)])
 def test_the_more_streams_the_more_tokens_share_a_message(num_streams: int, seconds: float) -> None:
     assert Pace().delta(num_streams) == pytest.approx(seconds)
 

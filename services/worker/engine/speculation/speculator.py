@@ -17,6 +17,8 @@ from services.worker.engine.step_time import StepTime, load_of
 
 _LEAST_RETURN = 1.25  # times what it costs, for each draft: at break-even there is nothing to gain, and estimates to lose by
 _LEAST_GAIN = 0.03  # of the tokens per second: less is lost in what the estimates are off by
+_PATIENCE = 16  # steps without a draft, after which only each fourth is looked at: looking in vain costs 3 % of a step
+_STRIDE = 4
 _PROBE_INTERVAL = 64  # steps without a draft for want of gain, after which one is made to see whether that still holds
 
 
@@ -56,6 +58,10 @@ class Speculator:
 
     def plan(self, spans: Seq[Span], room: Callable[[Span], int], budget: int) -> list[int]:
         """How many drafts each span should get: at most as there is room for, and `budget` in all."""
+        self._outlooks.clear()
+        if self._num_idle_steps >= _PATIENCE and self._num_idle_steps % _STRIDE:
+            self._num_idle_steps += 1
+            return [0] * len(spans)
         tokens, seconds = float(sum(span.samples for span in spans)), self.step_time.seconds(load_of(spans))
         probing = self._num_idle_steps >= _PROBE_INTERVAL
         # Less likely drafts take more time than they bring tokens.
@@ -66,13 +72,13 @@ class Speculator:
             return counts
         for prospect, count in zip(prospects, self._best_counts(prospects, tokens, seconds, budget), strict=True):
             counts[prospect.span] = count
+        self._num_idle_steps = 0 if any(counts) else self._num_idle_steps + 1
         if probing and prospects and not any(counts):
             counts[max(prospects, key=lambda prospect: prospect.chance).span] = 1
-        self._num_idle_steps = 0 if any(counts) else self._num_idle_steps + 1
+            self._num_idle_steps = _PATIENCE
         return counts
 
     def _prospects(self, spans: Seq[Span], room: Callable[[Span], int], least_chance: float) -> list[_Prospect]:
-        self._outlooks.clear()
         prospects = []
         for index, span in enumerate(spans):
             sequence = span.sequence

@@ -170,6 +170,20 @@ def test_nobody_gives_way_where_that_would_not_be_enough() -> None:
     drain(engine)
 
 
+def test_with_preemption_off_the_urgent_only_go_first() -> None:
+    config = EngineConfig(num_blocks=64, block_size=4, max_sequences=2, class_preemption=False)
+    engine = fake_engine(config)
+    for index in range(4):
+        engine.add(EngineRequest(f"b{index}", [index], greedy(9), latency_class=BATCH))
+    engine.step(0.0)
+    engine.add(EngineRequest("now", [7], greedy(2), latency_class=REALTIME))
+    order: list[str] = []
+    while engine.has_work:
+        order += [output.request_id for output in engine.step(0.0) if output.finish_reason]
+    assert order == ["b0", "b1", "now", "b2", "b3"]
+    assert engine.stats().num_preemptions == 0
+
+
 def test_a_victim_comes_back_without_computing_anything_again() -> None:
     """Its device blocks are overwritten meanwhile: all of it comes from the host."""
     engine = fake_engine(EngineConfig(num_blocks=12, block_size=4, max_step_tokens=64, max_sequences=4, swap_blocks=16))

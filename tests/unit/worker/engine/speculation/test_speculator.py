@@ -169,3 +169,15 @@ def test_the_load_counts_tokens_rows_and_keys() -> None:
     spans = [Span(sequence(tokens=list(range(10))), 9, 1, samples=True), Span(sequence(tokens=list(range(30))), 0, 20, samples=False)]
     load = load_of(spans)
     assert (load.num_tokens, load.num_rows, load.num_keys) == (21, 1, 30)
+
+
+def test_what_was_in_vain_for_long_is_looked_at_now_and_then_and_found_again() -> None:
+    device = Device(1, 0.0, 0.5)
+    looks = []
+    outlook = device.drafter.outlook
+    device.drafter.outlook = lambda sequence: outlook(looks.append(sequence) or sequence)  # type: ignore[method-assign]
+    device.gain(400)
+    assert len(looks) < 150
+    device.chance, device.cost = 1.0, 0.02
+    device.gain(400)
+    assert sum(counts[0] > 0 for counts in device.counts[-50:]) == 50

@@ -1,0 +1,16 @@
+-- An operator's act: sets a field of a hash, or takes it out, and writes the act down; both or neither. Other schedulers are told.
+-- KEYS: 1 hash, 2 audit
+-- ARGV: 1 field, 2 its value, or '' to take it out, 3 audit entry, 4 most fields in the hash, 5 most audit entries, 6 scheduler instance
+-- Output: 'done', 'none' (there is nothing to take out) or 'full'; of these nothing is written down
+local exists = redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1
+if ARGV[2] == '' then
+  if not exists then return 'none' end
+  redis.call('HDEL', KEYS[1], ARGV[1])
+else
+  if not exists and redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[4]) then return 'full' end
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+end
+redis.call('LPUSH', KEYS[2], ARGV[3])
+redis.call('LTRIM', KEYS[2], 0, ARGV[5] - 1)
+if KEYS[1] == K.orgs then publish({event = 'orgs', from = ARGV[6]}) end
+return 'done'

@@ -1,0 +1,45 @@
+-- In front of every script: what a request that ends has used, charged to its org and written down once.
+
+local DAY_MS = 86400000
+local USAGE_SECONDS = 91 * 86400  -- 90 days back, and the day that has begun
+local COUNTERS = {'requests', 'failed', 'prompt', 'completion', 'cached'}
+
+-- Counts a request in its org's row of the day. One that ends again, having come back, adds only what it has used since.
+local function record(t, org, amounts)
+  local f = redis.call('HMGET', K.ticket .. t.id, 'recorded', 'recorded_day')
+  local before = f[1] and cjson.decode(f[1]) or {0, 0, 0, 0, 0}
+  local day = f[2] or int(math.floor(NOW / DAY_MS))
+  local row, orgs = K.usage .. day .. ':' .. org, K.users .. day
+  for i, counter in ipairs(COUNTERS) do
+    if amounts[i] ~= before[i] then redis.call('HINCRBY', row, counter .. ':' .. t.line, int(amounts[i] - before[i])) end
+  end
+  redis.call('EXPIRE', row, USAGE_SECONDS)
+  redis.call('SADD', orgs, org)
+  redis.call('EXPIRE', orgs, USAGE_SECONDS)
+  redis.call('HSET', K.ticket .. t.id, 'recorded', cjson.encode(amounts), 'recorded_day', day)
+end
+
+-- A ticket ends for a reason. `used`: {prompt, completion, cached, failed: 1 or 0, free: whether nothing is charged}, as its gateway says it. Without: what is
+-- known of it; nothing if the client has nothing. A lease taken from a worker's word alone is nobody's.
+local function settle(t, reason, used)
+  if not t.queue then return end
+  local _, _, org = unpack(cjson.decode(t.queue))
+  local f = redis.call('HMGET', K.ticket .. t.id, 'prompt', 'reserved', 'delivered')
+  if not used then
+    local completion = math.max(tonumber(t.tokens or 0), tonumber(f[3] or 0))
+    local free = completion == 0
+    used = {prompt = free and 0 or tonumber(f[1] or 0), completion = completion, cached = 0,
+            failed = reason == 'withdrawn' and 0 or 1, free = free}
+  end
+  redis.call('SREM', K.live .. org, t.id)
+  local tokens = math.min(used.prompt + used.completion, tonumber(f[2] or 0))
+  charge(t.id, org, read_debts(org), {requests = used.free and 0 or 1, tokens = used.free and 0 or tokens})
+  record(t, org, {1, used.failed, used.prompt, used.completion, used.cached})
+end
+
+-- A ticket that had ended goes on by its worker's word.
+local function revive(t)
+  if not t.queue then return end
+  local _, _, org = unpack(cjson.decode(t.queue))
+  redis.call('SADD', K.live .. org, t.id)
+end

@@ -1,0 +1,68 @@
+"""What the wire says, as the scheduler's own nouns, and back. Decides nothing but what makes no sense."""
+
+from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
+from services.common.errors import Code, invalid
+from services.policy.org import OrgPolicy
+from services.scheduler.api_keys import KeyInfo
+from services.scheduler.ledger import Settlement
+from services.scheduler.usage import UsageRow
+
+MAX_ID_LENGTH = 256
+
+
+def check_id(name: str, value: str) -> None:
+    """INVALID_ARGUMENT for what can't be a name."""
+    if not 0 < len(value) <= MAX_ID_LENGTH:
+        raise invalid(name, f"{name} has {len(value)} characters; it must have 1 to {MAX_ID_LENGTH}")
+
+
+def read_settlement(request: scheduler_pb2.FinishRequest) -> Settlement:
+    """What is counted and charged. A request that failed on our side is free; one that was left or ran out of time pays for what it got."""
+    ok, left, late = (code.value[0] for code in (Code.OK, Code.CANCELLED, Code.DEADLINE_EXCEEDED))
+    return Settlement(
+        prompt_tokens=max(0, request.usage.prompt_tokens),
+        completion_tokens=max(0, request.usage.completion_tokens),
+        cached_tokens=max(0, request.usage.cached_tokens),
+        failed=request.status_code not in (ok, left),
+        free=request.status_code not in (ok, left, late),
+    )
+
+
+def org_to_proto(policy: OrgPolicy) -> types_pb2.OrgPolicy:
+    """For the wire."""
+    return types_pb2.OrgPolicy(
+        org=policy.org,
+        tier=policy.tier,
+        requests_per_minute=policy.requests_per_minute,
+        tokens_per_minute=policy.tokens_per_minute,
+        requests_burst=policy.requests_burst,
+        tokens_burst=policy.tokens_burst,
+        default_class=types_pb2.LatencyClass.ValueType(policy.default_class),
+        ceiling_class=types_pb2.LatencyClass.ValueType(policy.ceiling_class),
+        models=policy.models,
+        max_concurrent=policy.max_concurrent,
+        kv_share=policy.kv_share,
+        weight=policy.weight,
+    )
+
+
+def key_to_proto(info: KeyInfo) -> admin_pb2.ApiKey:
+    """For the wire."""
+    return admin_pb2.ApiKey(
+        key_id=info.key_id, org=info.org, name=info.name, roles=info.roles, created_at=info.created_at, expires_at=info.expires_at
+    )
+
+
+def usage_to_proto(row: UsageRow) -> admin_pb2.UsageRow:
+    """For the wire."""
+    return admin_pb2.UsageRow(
+        org=row.org,
+        day=row.day,
+        model=row.model,
+        latency_class=types_pb2.LatencyClass.ValueType(row.latency_class),
+        num_requests=row.requests,
+        num_failed=row.failed,
+        prompt_tokens=row.prompt,
+        completion_tokens=row.completion,
+        cached_tokens=row.cached,
+    )
