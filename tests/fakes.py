@@ -220,6 +220,13 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         self.withdrawn: Journal[str] = Journal()
         self.fleet_error: StatusError | None = None
         self.looks: Journal[str] = Journal()  # one entry per GetFleet
+        self.terms: dict[str, Any] = {}  # fields of each lease beside those that say where
+        self.policies: dict[str, types_pb2.OrgPolicy] = {}
+        self.key_owners: dict[bytes, scheduler_pb2.AuthenticateResponse] = {}  # by hash
+        self.away: StatusError | None = None  # how GetOrg and Authenticate fail
+        self.org_questions: Journal[str] = Journal()
+        self.key_questions: Journal[bytes] = Journal()
+        self.acts: Journal[Any] = Journal()  # requests of operators, but for GetFleet
         self._leases: dict[str, scheduler_pb2.Lease] = {}
         self._turn = 0
 
@@ -257,6 +264,7 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
             worker_id=worker.worker_id,
             incarnation="1",
             address=worker.address,
+            **self.terms,
         )
         self._leases[request.ticket.request_id] = lease
         return lease
@@ -270,6 +278,51 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         if self.fleet_error is not None:
             await abort(context, self.fleet_error)
         return admin_pb2.GetFleetResponse(workers=[worker.state() for worker in self.workers], scheduler_id="s1")
+
+    async def GetOrg(self, request: scheduler_pb2.GetOrgRequest, context: Any) -> scheduler_pb2.GetOrgResponse:
+        self.org_questions.append(request.org)
+        if self.away is not None:
+            await abort(context, self.away)
+        return scheduler_pb2.GetOrgResponse(policy=self.policies.get(request.org, types_pb2.OrgPolicy(org=request.org)))
+
+    async def Authenticate(self, request: scheduler_pb2.AuthenticateRequest, context: Any) -> scheduler_pb2.AuthenticateResponse:
+        self.key_questions.append(request.key_hash)
+        if self.away is not None:
+            await abort(context, self.away)
+        if request.key_hash not in self.key_owners:
+            await abort(context, StatusError(grpc.StatusCode.UNAUTHENTICATED, "nobody's"))
+        return self.key_owners[request.key_hash]
+
+    async def _act(self, request: Any, answer: Any, context: Any) -> Any:
+        self.acts.append(request)
+        if self.refusals:
+            await abort(context, self.refusals.popleft())
+        return answer
+
+    async def ListOrgs(self, request: Any, context: Any) -> Any:
+        return await self._act(request, admin_pb2.ListOrgsResponse(orgs=self.policies.values()), context)
+
+    async def SetOrg(self, request: Any, context: Any) -> Any:
+        return await self._act(request, admin_pb2.SetOrgResponse(policy=request.policy), context)
+
+    async def ResetOrg(self, request: Any, context: Any) -> Any:
+        return await self._act(request, admin_pb2.ResetOrgResponse(policy=types_pb2.OrgPolicy(org=request.org)), context)
+
+    async def CreateKey(self, request: Any, context: Any) -> Any:
+        info = admin_pb2.ApiKey(key_id="k-1", org=request.org, name=request.name, roles=request.roles)
+        return await self._act(request, admin_pb2.CreateKeyResponse(key="fb_new", info=info), context)
+
+    async def ListKeys(self, request: Any, context: Any) -> Any:
+        return await self._act(request, admin_pb2.ListKeysResponse(), context)
+
+    async def RevokeKey(self, request: Any, context: Any) -> Any:
+        return await self._act(request, admin_pb2.RevokeKeyResponse(), context)
+
+    async def GetUsage(self, request: Any, context: Any) -> Any:
+        return await self._act(request, admin_pb2.GetUsageResponse(rows=[admin_pb2.UsageRow(org=request.org)]), context)
+
+    async def ListAudit(self, request: Any, context: Any) -> Any:
+        return await self._act(request, admin_pb2.ListAuditResponse(), context)
 
 
 @asynccontextmanager

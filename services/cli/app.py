@@ -8,16 +8,19 @@ from typing import Annotated
 
 import typer
 
+from services.cli import api_keys, orgs, policy
 from services.cli.demo import demo
-from services.cli.keys import keys
 from services.cli.problem import Problem, Usage
 from services.cli.ps import models, ps
 from services.cli.run import run
 from services.cli.up import up
+from services.cli.usage import audit, usage
 
 app = typer.Typer(name="forebay", pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
-for command in (up, run, ps, models, keys, demo):
+for command in (up, run, ps, models, usage, audit, demo):
     app.command()(command)
+for group in (api_keys.app, orgs.app, policy.app):
+    app.add_typer(group)
 
 
 @app.callback(invoke_without_command=True)

@@ -6,10 +6,8 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import jwt
-import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -19,7 +17,6 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from services.cli.home import Home
 from services.cli.problem import Problem
 
 ISSUER = "forebay-dev"
@@ -37,14 +34,6 @@ class Identity:
     jwks_path: Path
     token: str
     renewed: bool
-
-
-def keys(folder: Annotated[Path | None, typer.Argument(metavar="FOLDER", hidden=True)] = None) -> None:
-    """Prints a development token.
-
-    Its key and the JWKS file for gateways are in FOLDER, made there where there are none; without it, where `forebay up` keeps its own.
-    """
-    print(ensure(folder or Home.from_environment().keys).token)
 
 
 def ensure(directory: Path) -> Identity:

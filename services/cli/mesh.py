@@ -39,6 +39,7 @@ class Plan:
     level: str = "auto"
     kv_memory: str | None = None
     log_level: str = "info"
+    policy: Path | None = None
 
 
 class Mesh:
@@ -143,6 +144,8 @@ class Mesh:
             "FOREBAY_INTERNAL_ADDRESS": "127.0.0.1:0",
             "FOREBAY_DRAIN_SECONDS": str(_DRAIN_SECONDS),
         }
+        if self._plan.policy is not None:
+            common["FOREBAY_POLICY_FILE"] = str(self._plan.policy.resolve())
         pinned = {"internal_address": "FOREBAY_INTERNAL_ADDRESS", **(pins or {"address": "FOREBAY_LISTEN_ADDRESS"})}
         # -P: a folder called services where the person stands must not be taken for ours.
         command = (sys.executable, "-P", "-m", f"services.{service}")

@@ -1,8 +1,13 @@
 """Parsers of option values. Each refuses what it doesn't take in one line that names the option, the value and what may stand there."""
 
+import re
 from collections.abc import Callable
 
 from services.cli.problem import Usage
+
+_SPAN = re.compile(r"([0-9]{1,9})([smhd])")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_MOST_DAYS = 3650
 
 
 def whole(option: str, least: int, most: int) -> Callable[[object], int]:
@@ -42,6 +47,19 @@ def choice(option: str, words: tuple[str, ...]) -> Callable[[object], str]:
         if given not in words:
             raise Usage(f"{option} is {shown(given)}: it must be {', '.join(words[:-1])} or {words[-1]}")
         return str(given)
+
+    return parse
+
+
+def span(option: str) -> Callable[[object], float]:
+    """A time of more than 0 and at most ten years, in seconds, minutes, hours or days: 90s, 45m, 12h, 30d."""
+
+    def parse(given: object) -> float:
+        form = _SPAN.fullmatch(str(given))
+        seconds = int(form[1]) * _UNITS[form[2]] if form else 0
+        if not 0 < seconds <= _MOST_DAYS * _UNITS["d"]:
+            raise Usage(f"{option} is {shown(given)}: it must be a time such as 90s, 45m, 12h or 30d, of at most {_MOST_DAYS} days")
+        return float(seconds)
 
     return parse
 

@@ -1,23 +1,20 @@
 """`forebay ps` and `forebay models`: the fleet and its models, as tables or JSON."""
 
 import asyncio
-import json
 from typing import Annotated
 
 import typer
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
 from rich.console import Console
 from rich.markup import escape
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.cli import client
 from services.cli.home import Home
+from services.cli.output import NOTHING, as_dict, class_word, print_json
 from services.cli.table import Column, print_table
 
 _TIMEOUT_SECONDS = 10
 _CURRENT_SECONDS = 3.0
-_NO_NUMBER = "-"
 
 
 def ps(as_json: Annotated[bool, typer.Option("--json", help="The fleet as one JSON object.")] = False) -> None:
@@ -29,7 +26,7 @@ def ps(as_json: Annotated[bool, typer.Option("--json", help="The fleet as one JS
     with client.friendly_errors(target):
         fleet = asyncio.run(_fleet(target))
     if as_json:
-        _print_json(_as_dict(fleet) | _internal_addresses(target))
+        print_json(as_dict(fleet) | _internal_addresses(target))
         return
     screen = Console()
     if fleet.workers:
@@ -37,9 +34,10 @@ def ps(as_json: Annotated[bool, typer.Option("--json", help="The fleet as one JS
     else:
         screen.print("no workers")
     notes = [f"{worker.registration.worker_id}: {worker.not_ready_reason}" for worker in fleet.workers if worker.not_ready_reason]
-    for queue in fleet.queues:
-        name = types_pb2.LatencyClass.Name(queue.latency_class).removeprefix("LATENCY_CLASS_").lower()
-        notes.append(f"queue {queue.model} {name}: {queue.num_waiting} waiting, the oldest for {queue.oldest_seconds:.1f} s")
+    notes += [
+        f"queue {queue.model} {class_word(queue.latency_class)}: {queue.num_waiting} waiting, the oldest for {queue.oldest_seconds:.1f} s"
+        for queue in fleet.queues
+    ]
     for note in notes:
         screen.print(note, highlight=False, markup=False, soft_wrap=True)
 
@@ -50,7 +48,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="The models as o
     with client.friendly_errors(target):
         listed = asyncio.run(_models(target))
     if as_json:
-        _print_json(_as_dict(listed))
+        print_json(as_dict(listed))
         return
     if listed.models:
         print_table(_model_columns(list(listed.models)), Console())
@@ -90,13 +88,13 @@ def _numbers(worker: admin_pb2.WorkerState) -> dict[str, str]:
     current = _is_current(worker)
     num_blocks = sum(model.num_blocks for model in registration.models)
     return {
-        "slots": f"{beat.num_running if current else _NO_NUMBER}/{registration.max_sequences}",
-        "waiting": str(beat.num_waiting) if current else _NO_NUMBER,
-        "blocks": f"{beat.num_used_blocks if current else _NO_NUMBER}/{num_blocks}",
-        "cached": str(beat.num_cached_blocks) if current else _NO_NUMBER,
-        "busy": f"{beat.utilization:.0%}" if current else _NO_NUMBER,
-        "tokens/s": f"{beat.tokens_per_second:.0f}" if current else _NO_NUMBER,
-        "memory": f"{beat.memory_used_bytes / 2**30:.1f}/{beat.memory_total_bytes / 2**30:.1f} GiB" if current else _NO_NUMBER,
+        "slots": f"{beat.num_running if current else NOTHING}/{registration.max_sequences}",
+        "waiting": str(beat.num_waiting) if current else NOTHING,
+        "blocks": f"{beat.num_used_blocks if current else NOTHING}/{num_blocks}",
+        "cached": str(beat.num_cached_blocks) if current else NOTHING,
+        "busy": f"{beat.utilization:.0%}" if current else NOTHING,
+        "tokens/s": f"{beat.tokens_per_second:.0f}" if current else NOTHING,
+        "memory": f"{beat.memory_used_bytes / 2**30:.1f}/{beat.memory_total_bytes / 2**30:.1f} GiB" if current else NOTHING,
     }
 
 
@@ -126,11 +124,3 @@ async def _models(target: client.Target) -> inference_pb2.ListModelsResponse:
     async with target.channel() as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         return await stub.ListModels(inference_pb2.ListModelsRequest(), metadata=target.metadata, timeout=_TIMEOUT_SECONDS)
-
-
-def _as_dict(message: Message) -> dict[str, object]:
-    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-
-
-def _print_json(fields: dict[str, object]) -> None:
-    print(json.dumps(fields, ensure_ascii=False))

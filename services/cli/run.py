@@ -51,9 +51,11 @@ def run(
         ),
     ] = None,
     latency_class: Annotated[
-        str,
-        typer.Option("--class", parser=choice("--class", tuple(_CLASSES)), metavar="CLASS", help="realtime, standard or batch."),
-    ] = "standard",
+        str | None,
+        typer.Option(
+            "--class", parser=choice("--class", tuple(_CLASSES)), metavar="CLASS", help="realtime, standard or batch; left out: the org's."
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also print the time to first token, the rate, ids and usage.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object at the end instead of text.")] = False,
 ) -> None:
@@ -62,7 +64,9 @@ def run(
     Without PROMPT it chats at a terminal and reads the question from a pipe or file, as '-' does anywhere.
     """
     sampling = types_pb2.SamplingParams(temperature=temperature, max_tokens=max_tokens or None, seed=seed)
-    request = inference_pb2.ChatRequest(model=model, sampling=sampling, latency_class=_CLASSES[latency_class])
+    request = inference_pb2.ChatRequest(
+        model=model, sampling=sampling, latency_class=_CLASSES.get(latency_class or "", types_pb2.LATENCY_CLASS_UNSPECIFIED)
+    )
     if system is not None:
         request.messages.add(role="system", content=system)
     manner = Manner(_MAX_TOKENS if max_tokens is None else 0, show=not as_json, verbose=verbose)

@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -15,6 +16,7 @@ from services.cli import models, screen
 from services.cli.home import Home
 from services.cli.mesh import Mesh, Plan
 from services.cli.options import choice, memory, text, whole
+from services.cli.policy import require_usable
 from services.common.settings import LOG_LEVELS
 
 LEVELS = ("auto", "fp32", "bf16", "int8", "int4")
@@ -53,6 +55,9 @@ def up(
             parser=memory("--kv-memory"), metavar="SIZE", help="Cache memory per worker, such as 512MB. Left out: the worker's default."
         ),
     ] = None,
+    policy: Annotated[
+        Path | None, typer.Option("--policy", metavar="FILE", help="Orgs, tiers, classes and models, as `forebay policy check` takes it.")
+    ] = None,
     log_level: Annotated[
         str, typer.Option(parser=choice("--log-level", LOG_LEVELS), metavar="LEVEL", help="debug, info, warning or error.")
     ] = "info",
@@ -62,7 +67,9 @@ def up(
 
     Its processes are Valkey, a scheduler, workers and a gateway.
     """
-    plan = Plan(tuple(models.find_all(model or [])), workers, host, grpc_port, http_port, level, kv_memory, log_level)
+    if policy is not None:
+        require_usable(policy)
+    plan = Plan(tuple(models.find_all(model or [])), workers, host, grpc_port, http_port, level, kv_memory, log_level, policy)
     asyncio.run(_keep_up(plan, Home.from_environment(), as_json))
 
 

@@ -12,16 +12,22 @@ from services.common import log, process, rpc
 from services.common.address import with_port
 from services.common.process import HttpServer, InternalHttp, announce
 from services.common.settings import SettingsError, read
+from services.gateway.api_keys import ApiKeys
 from services.gateway.auth import Authenticator
+from services.gateway.catalogue import Catalogue
 from services.gateway.fleet import FleetWatch
 from services.gateway.gateway import Gateway, OpenCalls
 from services.gateway.http.app import create_app
 from services.gateway.http.connection import Connection, ConnectionLimits
+from services.gateway.keys import FileKeys, KeySource, UrlKeys
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.models import Catalogue
+from services.gateway.models import Models
+from services.gateway.oidc import OidcKeys
+from services.gateway.orgs import Orgs
 from services.gateway.server import SERVICE_NAMES, make_server
 from services.gateway.settings import GatewaySettings
+from services.policy.watched import PolicyFile
 
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
@@ -68,26 +74,35 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 
 def build(settings: GatewaySettings, registry: CollectorRegistry) -> Gateway:
     """The gateway's parts, from its settings."""
-    catalogue = Catalogue.from_entries(settings.models)
+    models = Models.from_entries(settings.models)
+    policy = PolicyFile(settings.policy_file)
     mesh = Mesh(settings.scheduler_addresses)
     return Gateway(
-        authenticator=_authenticator(settings),
-        catalogue=catalogue,
+        authenticator=_authenticator(settings, ApiKeys(mesh)),
+        catalogue=Catalogue(models, lambda: policy.policy.models),
         mesh=mesh,
-        fleet=FleetWatch(mesh, catalogue),
+        orgs=Orgs(mesh),
+        fleet=FleetWatch(mesh, models),
         metrics=GatewayMetrics(registry),
         calls=OpenCalls(settings.max_open_calls),
         max_tokens_cap=settings.max_tokens_cap,
+        policy=policy,
     )
 
 
-def _authenticator(settings: GatewaySettings) -> Authenticator:
-    trust = {"issuer": settings.jwt_issuer, "audience": settings.jwt_audience}
-    if bool(settings.jwks_file) == bool(settings.jwks_url):
-        raise SettingsError("set either FOREBAY_JWKS_FILE or FOREBAY_JWKS_URL: it says whose tokens are trusted")
+def _authenticator(settings: GatewaySettings, api_keys: ApiKeys) -> Authenticator:
+    issuer = settings.jwt_issuer or settings.oidc_issuer
+    if settings.oidc_issuer and issuer != settings.oidc_issuer:
+        raise SettingsError("FOREBAY_JWT_ISSUER and FOREBAY_OIDC_ISSUER differ: leave FOREBAY_JWT_ISSUER out, its tokens carry the other")
+    return Authenticator(_keys(settings), issuer=issuer, audience=settings.jwt_audience, api_key_owner=api_keys.caller)
+
+
+def _keys(settings: GatewaySettings) -> KeySource:
+    if [bool(place) for place in (settings.jwks_file, settings.jwks_url, settings.oidc_issuer)].count(True) != 1:
+        raise SettingsError("set one of FOREBAY_JWKS_FILE, FOREBAY_JWKS_URL and FOREBAY_OIDC_ISSUER: it says whose tokens are trusted")
     if settings.jwks_file:
-        return Authenticator.from_file(Path(settings.jwks_file), **trust)
-    return Authenticator.from_url(settings.jwks_url, **trust)
+        return FileKeys(Path(settings.jwks_file))
+    return UrlKeys(settings.jwks_url) if settings.jwks_url else OidcKeys(settings.oidc_issuer)
 
 
 def main() -> int:

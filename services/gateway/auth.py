@@ -1,14 +1,14 @@
 """Who calls: verifies the bearer token of a request, and gives its org, subject and roles. Knows keys and claims, no request.
 
-A key is found by the token's `kid` alone, and used with its own algorithm alone: nothing else in a token's header is obeyed.
+A JWT's key is found by its `kid` alone, and used with its own algorithm alone: nothing else in its header is obeyed.
+A token that expires while its request runs ends nothing: the answer goes on to its end or deadline, new calls are refused.
 """
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jwt
 from jwt.exceptions import (
@@ -20,7 +20,8 @@ from jwt.exceptions import (
 )
 
 from services.common.errors import Code, StatusError
-from services.gateway.keys import FileKeys, KeySource, UrlKeys
+from services.gateway.keys import KeySource
+from services.policy import api_key
 
 ROLES = frozenset({"user", "operator"})
 MAX_TOKEN_BYTES = 16 << 10
@@ -38,6 +39,12 @@ class Caller:
     subject: str  # may be empty
     roles: frozenset[str]
     expires_at: float  # seconds since the epoch
+    key_id: str = ""  # of an API key
+
+    @property
+    def actor(self) -> str:
+        """How audits name it: org/subject, or the API key's public id."""
+        return self.key_id or f"{self.org}/{self.subject}"
 
     def require(self, role: str) -> None:
         """Raises PERMISSION_DENIED where the token lacks a role: "user" or "operator"."""
@@ -45,35 +52,42 @@ class Caller:
             raise StatusError(Code.PERMISSION_DENIED, f"this needs a token with the role {role}: ask your operator for one")
 
 
-class Authenticator:
-    """Verifies tokens against a set of public keys."""
+ApiKeyOwner = Callable[[str], Awaitable[Caller]]
+"""The caller behind an API key; UNAUTHENTICATED where there is none."""
 
-    def __init__(self, keys: KeySource, *, issuer: str = "", audience: str = "", clock: Callable[[], float] = time.time) -> None:
+
+class Authenticator:
+    """Verifies tokens against a set of public keys, and has API keys looked up."""
+
+    def __init__(
+        self,
+        keys: KeySource,
+        *,
+        issuer: str = "",
+        audience: str = "",
+        api_key_owner: ApiKeyOwner | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """`issuer` and `audience` must match exactly where they are set. `clock` gives seconds since the epoch."""
         self._keys = keys
         self._issuer = issuer
         self._audience = audience
+        self._api_key_owner = api_key_owner
         self._clock = clock
-
-    @classmethod
-    def from_file(cls, path: Path, *, issuer: str = "", audience: str = "") -> Self:
-        """Keys from a JWKS file, read again when it changes. Raises KeysError where it can't be used now."""
-        return cls(FileKeys(path), issuer=issuer, audience=audience)
-
-    @classmethod
-    def from_url(cls, url: str, *, issuer: str = "", audience: str = "") -> Self:
-        """Keys from a JWKS URL, fetched when needed, at most once in 10 s. Raises KeysError for another kind of URL."""
-        return cls(UrlKeys(url), issuer=issuer, audience=audience)
 
     async def authenticate(self, authorization: str | None) -> Caller:
         """The caller behind an `authorization` header. Raises UNAUTHENTICATED with a plain reason, never with the token."""
         token = _bearer(authorization)
+        if self._api_key_owner is not None and token.startswith(api_key.PREFIX):
+            return await self._api_key_owner(token)
+        if not _COMPACT.fullmatch(token):
+            raise refused("it is not a signed JWT of three parts")
         header = _header(token)
         key = await self._keys.find(header["kid"])
         if key is None:
-            raise _refused("its key id (kid) is not among the trusted keys")
+            raise refused("its key id (kid) is not among the trusted keys")
         if header.get("alg") != key.algorithm_name:
-            raise _refused("its algorithm (alg) is not the one of its key")
+            raise refused("its algorithm (alg) is not the one of its key")
         return self._caller(self._claims(token, key))
 
     def _claims(self, token: str, key: jwt.PyJWK) -> dict[str, Any]:
@@ -92,9 +106,9 @@ class Authenticator:
                 },
             )  # fmt: skip
         except PyJWTError as error:
-            raise _refused(_reason(error)) from None
+            raise refused(_reason(error)) from None
         except (ValueError, TypeError, OverflowError, RecursionError):  # claims of odd types
-            raise _refused("its claims can't be read") from None
+            raise refused("its claims can't be read") from None
         self._check_times(claims)
         return claims
 
@@ -105,23 +119,23 @@ class Authenticator:
             if value is None and name != "exp":
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:
-                raise _refused(f"its {name} is not a time in seconds")
+                raise refused(f"its {name} is not a time in seconds")
         if claims["exp"] <= now - LEEWAY_SECONDS:
-            raise _refused("it has expired: get a new one")
+            raise refused("it has expired: get a new one")
         if claims.get("nbf", 0) > now + LEEWAY_SECONDS:
-            raise _refused("it is not valid yet (nbf)")
+            raise refused("it is not valid yet (nbf)")
         if claims.get("iat", 0) > now + LEEWAY_SECONDS:
-            raise _refused("it was issued in the future (iat): check the clocks")
+            raise refused("it was issued in the future (iat): check the clocks")
 
     @staticmethod
     def _caller(claims: Mapping[str, Any]) -> Caller:
         org, subject, roles = claims.get("owner"), claims.get("sub", ""), claims.get("roles", ["user"])
         if not isinstance(org, str) or not _ORG.fullmatch(org):
-            raise _refused("its owner claim is not an org: 1 to 128 letters, digits, '.', '_' and '-'")
+            raise refused("its owner claim is not an org: 1 to 128 letters, digits, '.', '_' and '-'")
         if not isinstance(subject, str) or len(subject) > _MAX_SUBJECT_CHARS or not subject.isprintable():
-            raise _refused(f"its sub claim is not a text of at most {_MAX_SUBJECT_CHARS} printable characters")
+            raise refused(f"its sub claim is not a text of at most {_MAX_SUBJECT_CHARS} printable characters")
         if not isinstance(roles, list) or not all(isinstance(role, str) for role in roles):
-            raise _refused("its roles claim is not a list of names")
+            raise refused("its roles claim is not a list of names")
         return Caller(org, subject, ROLES.intersection(roles), float(claims["exp"]))
 
 
@@ -133,11 +147,8 @@ def _bearer(authorization: str | None) -> str:
     if scheme.lower() != "bearer":
         raise StatusError(Code.UNAUTHENTICATED, "the authorization header must be: Bearer TOKEN", reason="NO_TOKEN")
     if len(token) > MAX_TOKEN_BYTES:
-        raise _refused(f"it is longer than {MAX_TOKEN_BYTES} bytes")
-    token = token.strip(" ")
-    if not _COMPACT.fullmatch(token):
-        raise _refused("it is not a signed JWT of three parts")
-    return token
+        raise refused(f"it is longer than {MAX_TOKEN_BYTES} bytes")
+    return token.strip(" ")
 
 
 def _header(token: str) -> dict[str, Any]:
@@ -145,12 +156,12 @@ def _header(token: str) -> dict[str, Any]:
     try:
         header = jwt.get_unverified_header(token)
     except (PyJWTError, ValueError, RecursionError):
-        raise _refused("its header can't be read") from None
+        raise refused("its header can't be read") from None
     if not isinstance(header.get("kid"), str):
-        raise _refused("its header names no key (kid)")
+        raise refused("its header names no key (kid)")
     for name in ("crit", "b64"):
         if name in header:
-            raise _refused(f"its header asks for an extension ({name}) that isn't known here")
+            raise refused(f"its header asks for an extension ({name}) that isn't known here")
     return header
 
 
@@ -166,5 +177,6 @@ def _reason(error: PyJWTError) -> str:
     return reasons.get(type(error), "it is not a valid JWT")
 
 
-def _refused(why: str) -> StatusError:
+def refused(why: str) -> StatusError:
+    """UNAUTHENTICATED, for a token that was sent."""
     return StatusError(Code.UNAUTHENTICATED, f"the token is refused: {why}", reason="INVALID_TOKEN")

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import hmac
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -59,7 +59,8 @@ MeshEvent = worker_pb2.Accepted | worker_pb2.TokenDelta
 class MeshCall:
     """One generation in flight. Leaving its context ends the worker's call and the lease, however it is left."""
 
-    def __init__(self, mesh: Mesh, generation: Generation) -> None:
+    def __init__(self, mesh: Mesh, generation: Generation, on_lease: Callable[[scheduler_pb2.Lease], None] = lambda _: None) -> None:
+        """`on_lease` hears of each lease before anything is asked of its worker."""
         self.choices = [ChoiceProgress() for _ in range(generation.sampling.n)]
         self.cached_tokens = 0
         self.preemptions = 0
@@ -69,6 +70,7 @@ class MeshCall:
         self.num_replacements = 0
         self._mesh = mesh
         self._generation = generation
+        self._on_lease = on_lease
         self._start = mesh.clock()
         self._deadline = Deadline(generation.deadline_seconds, mesh.clock)
         self._placement = Placement(mesh, generation, self._deadline)
@@ -120,6 +122,7 @@ class MeshCall:
         refusals = 0
         for attempt in range(1, self._mesh.limits.max_attempts + 1):
             lease = await self._placement.lease(sum(len(choice.token_ids) for choice in self.choices))
+            self._on_lease(lease)
             try:
                 async with aclosing(self._attempt(lease)) as events:
                     async for event in events:
@@ -257,6 +260,9 @@ class MeshCall:
             sampling=_engine_sampling(generation),
             delivered=[types_pb2.TokenIds(ids=choice.token_ids) for choice in self.choices] if self._accepted else [],
             finished_choices=[index for index, choice in enumerate(self.choices) if choice.finished],
+            ttft_target_seconds=lease.ttft_target_seconds,
+            tpot_target_seconds=lease.tpot_target_seconds,
+            waited_seconds=self._mesh.clock() - self._start,
         )
 
     def _finish_request(self, error: BaseException | None, epoch: int) -> scheduler_pb2.FinishRequest:
@@ -264,7 +270,7 @@ class MeshCall:
         return scheduler_pb2.FinishRequest(
             request_id=self._generation.request_id,
             epoch=epoch,
-            usage=self.usage(),
+            usage=self.usage() if self._accepted else types_pb2.Usage(),  # of what no worker took up, nothing was used
             finish_reason=reason,
             status_code=code,
             ttft_seconds=self.first_token_seconds,

@@ -1,4 +1,4 @@
-"""Keeps the catalogue true: asks a scheduler for the fleet each second. Knows no request."""
+"""Keeps what is known of the models true: asks a scheduler for the fleet each second. Knows no request."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from services.common import log
 from services.common.errors import StatusError
 from services.gateway.mesh import Mesh
-from services.gateway.models import Catalogue
+from services.gateway.models import Models
 
 _log = log.get(__name__)
 
@@ -17,11 +17,9 @@ STALE_SECONDS = 5.0
 class FleetWatch:
     """The gateway's view of the fleet, at most a few seconds old while a scheduler answers."""
 
-    def __init__(
-        self, mesh: Mesh, catalogue: Catalogue, *, interval_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, mesh: Mesh, models: Models, *, interval_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._mesh = mesh
-        self._catalogue = catalogue
+        self._models = models
         self._interval = interval_seconds
         self._clock = clock
         self._seen_at: float | None = None
@@ -38,7 +36,7 @@ class FleetWatch:
             return
         self._problem = ""
         self._seen_at = self._clock()
-        self._catalogue.update_fleet(fleet)
+        self._models.update_fleet(fleet)
 
     async def run(self) -> None:
         """Asks for ever."""
@@ -50,6 +48,6 @@ class FleetWatch:
         """None when a scheduler answers and some model can be used."""
         if self._seen_at is None or self._clock() - self._seen_at > STALE_SECONDS:
             return self._problem or f"the fleet was last seen more than {STALE_SECONDS:g} s ago"
-        if not any(model.ready for model in self._catalogue.list()):
+        if not any(model.ready for model in self._models.list()):
             return "no worker serves any of this gateway's models yet"
         return None

@@ -1,15 +1,18 @@
 """What both faces work with, put together once: who may call, which models there are, and the mesh behind them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from services.common.errors import unavailable
 from services.gateway.auth import Authenticator
+from services.gateway.catalogue import Catalogue
 from services.gateway.fleet import FleetWatch
+from services.gateway.latency import LatencyClass, deadlines
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.models import Catalogue
+from services.gateway.orgs import Orgs
+from services.policy.watched import PolicyFile
 
 
 class OpenCalls:
@@ -38,13 +41,20 @@ class Gateway:
     authenticator: Authenticator
     catalogue: Catalogue
     mesh: Mesh
+    orgs: Orgs
     fleet: FleetWatch
     metrics: GatewayMetrics
     calls: OpenCalls = field(default_factory=OpenCalls)
     max_tokens_cap: int = 32_768
+    policy: PolicyFile = field(default_factory=lambda: PolicyFile(None))
     slow_reader_seconds: float = 30.0
     """A client that takes nothing for so long is given up; until then only its own stream waits."""
     draining: bool = False
+
+    @property
+    def deadlines(self) -> Mapping[LatencyClass, float]:
+        """Seconds that requests of each class have where they name none, as the policy stands now."""
+        return deadlines(self.policy.policy.classes)
 
     def why_not_ready(self) -> str | None:
         """None when it takes work."""

@@ -5,10 +5,10 @@ Turns the mesh's tokens into text, cuts at stop strings, names log-probabilities
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 
-from forebay.v1 import inference_pb2, types_pb2, worker_pb2
+from forebay.v1 import inference_pb2, scheduler_pb2, types_pb2, worker_pb2
 from services.common import log
 from services.common.errors import Code, StatusError
 from services.gateway.client import MeshCall
@@ -21,6 +21,7 @@ from services.gateway.text.stream import Piece, TextStream
 _log = log.get(__name__)
 
 Event = inference_pb2.Started | inference_pb2.Delta | inference_pb2.Finished
+OnLease = Callable[[scheduler_pb2.Lease], None]
 
 
 class Generations:
@@ -31,15 +32,17 @@ class Generations:
         self._metrics = metrics
         self._face = face
 
-    async def run(self, generation: Generation) -> AsyncGenerator[Event]:
+    async def run(self, generation: Generation, on_lease: OnLease = lambda _: None) -> AsyncGenerator[Event]:
         """One Started, any number of Delta, one Finished; or a StatusError. Close it (aclosing) to cancel the work.
+
+        `on_lease` hears of each lease, before Started or whatever else comes of it.
 
         Whatever goes wrong comes out as a StatusError: what is not the client's or the mesh's doing is our bug, logged and INTERNAL.
         """
         observation = Observation(self._metrics, self._face, generation.model.name, CLASS_NAMES[generation.latency_class], time.monotonic())
         status = Code.CANCELLED
         self._metrics.running.labels(self._face).inc()
-        call = MeshCall(self._mesh, generation)
+        call = MeshCall(self._mesh, generation, on_lease)
         try:
             async with call, aclosing(_Run(generation, call).events()) as events:
                 async for event in events:
@@ -96,6 +99,7 @@ class _Run:
             latency_class=generation.latency_class,
             seed=generation.sampling.seed,
             label=generation.label,
+            lowered_from=generation.lowered_from,
         )
 
     def _prompt_text(self) -> str:

@@ -50,7 +50,7 @@ class Edge(grpc.aio.ServerInterceptor):
     ) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
         async def call(messages: AsyncIterator[bytes], context: Any) -> Any:
             try:
-                _caller.set(await self._authenticate(context))
+                _caller.set(await self._authenticate(context, name))
                 with self._gateway.calls.one():
                     return await method(await _only(messages, parse), context)
             except StatusError as error:
@@ -64,12 +64,15 @@ class Edge(grpc.aio.ServerInterceptor):
 
         return call
 
-    async def _authenticate(self, context: Any) -> Caller:
-        """The caller; two tokens are as bad as none."""
+    async def _authenticate(self, context: Any, method: str) -> Caller:
+        """The caller; two tokens are as bad as none. Inference is for users; AdminService says itself who may do what."""
         given = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
         if len(given) > 1:
             raise StatusError(Code.UNAUTHENTICATED, f"authorization is given {len(given)} times: send one", reason="AMBIGUOUS_TOKEN")
-        return await self._gateway.authenticator.authenticate(given[0] if given else None)
+        caller = await self._gateway.authenticator.authenticate(given[0] if given else None)
+        if method.startswith("/forebay.v1.InferenceService/"):
+            caller.require("user")
+        return caller
 
 
 async def _only(messages: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> Any:

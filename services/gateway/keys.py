@@ -112,15 +112,25 @@ class FileKeys:
         self._keys = parse(self._path.read_bytes())
 
 
+def web_address(url: str, name: str) -> SplitResult:
+    """A URL that may say whose tokens are trusted. KeysError, which calls it `name`, for any other."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  # raises where it is no number
+    except ValueError:
+        parts = urlsplit("")
+    # Over plain http whoever is on the way makes tokens; nobody is on the way to this host itself.
+    if not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOOPBACK)):
+        raise KeysError(f"{name}={url[:80]}: it must be an https:// URL (http:// only to this host)")
+    return parts
+
+
 class UrlKeys:
     """Keys from a URL: fetched when they are old or one is missing, at most once in 10 s, by one task at a time."""
 
-    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
-        parts = urlsplit(url)
-        # Over plain http whoever is on the way makes tokens; nobody is on the way to this host itself.
-        if not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOOPBACK)):
-            raise KeysError(f"FOREBAY_JWKS_URL={url[:80]}: it must be an https:// URL (http:// only to this host)")
-        self._url = parts
+    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic, *, name: str = "FOREBAY_JWKS_URL") -> None:
+        """KeysError, which calls the URL `name`, for one that can't be trusted."""
+        self._url = web_address(url, name)
         self._clock = clock
         self._keys: Keys = {}
         self._fetched_at = float("-inf")
@@ -139,6 +149,10 @@ class UrlKeys:
             raise unavailable("the keys that tokens are verified with can't be fetched: try again", _REFRESH_SECONDS, reason="NO_KEYS")
         return self._keys.get(key_id)
 
+    async def _document(self) -> bytes:
+        """The JWKS."""
+        return await download(self._url)
+
     def _known(self, key_id: str) -> bool:
         return key_id in self._keys and self._clock() - self._fetched_at < _LIFETIME_SECONDS
 
@@ -146,17 +160,16 @@ class UrlKeys:
         self._tried_at = self._clock()
         try:
             async with asyncio.timeout(_FETCH_SECONDS):
-                document = await _download(self._url)
-            self._keys = parse(document)
+                self._keys = parse(await self._document())
             self._fetched_at = self._clock()
         except (OSError, h11.RemoteProtocolError, KeysError) as error:  # TimeoutError is an OSError
             _log.warning("jwks_url_unusable", url=self._url.geturl(), why=str(error)[:200] or f"it took more than {_FETCH_SECONDS:g} s")
 
 
-async def _download(url: SplitResult) -> bytes:
-    """At most _MAX_JWKS_BYTES, from this address and from no other that it may name. Raises OSError, RemoteProtocolError or KeysError.
+async def download(url: SplitResult) -> bytes:
+    """What is at a URL: at most _MAX_JWKS_BYTES, and from no other address that it may name.
 
-    Not in a thread: one that reads from a server that never ends could not be ended.
+    Raises OSError, RemoteProtocolError or KeysError. Not in a thread: one that reads from a server that never ends could not be ended.
     """
     secure = url.scheme == "https"
     reader, writer = await asyncio.open_connection(url.hostname, url.port or (443 if secure else 80), ssl=secure or None)

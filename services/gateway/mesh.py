@@ -3,18 +3,21 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from forebay.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, worker_pb2_grpc
 from services.common import log, rpc
-from services.common.errors import from_rpc, unavailable
+from services.common.errors import Code, StatusError, from_rpc, unavailable
 
 _log = log.get(__name__)
+
+Answer = TypeVar("Answer")
+_STORE_AWAY = "STORE_UNAVAILABLE"
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class MeshLimits:
     retry_ratio: float = 0.2  # and per request beyond that: attempts <= 1.2 x offered
     finish_attempts: int = 6
     backoff: float = 0.05  # first pause after a refusal, doubled each time, at most 1 s
+
+
+def _is_its_own(error: StatusError) -> bool:
+    """Whether it is one scheduler's trouble and another may do better. A refusal says when to come back; gRPC's UNAVAILABLE doesn't."""
+    return error.code is Code.UNAVAILABLE and (error.retry_after_seconds is None or error.reason == _STORE_AWAY)
 
 
 class RetryBudget:
@@ -106,6 +114,25 @@ class Mesh:
             _log.warning("scheduler_failed", scheduler=scheduler.address, why=why)
         scheduler.failed_until = self.clock() + self.limits.exclusion
 
+    async def ask(self, question: Callable[[Scheduler], Awaitable[Answer]], *, once: bool = False) -> Answer:
+        """What the first scheduler says that can. Raises its refusal; UNAVAILABLE where none answers. `once`: one is asked at most."""
+        refusal = unavailable("no scheduler answers: try again", reason="NO_SCHEDULER")
+        for scheduler in self.in_turn()[: 1 if once else None]:
+            try:
+                return await question(scheduler)
+            except grpc.aio.AioRpcError as failure:
+                error = from_rpc(failure)
+                passes = _is_its_own(error) or error.code is Code.DEADLINE_EXCEEDED  # it was too slow for us
+            except StatusError as refused:
+                error = refused
+                passes = _is_its_own(error)
+            if not passes:
+                raise error
+            if error.reason == _STORE_AWAY:
+                refusal = error
+            self.failed(scheduler, error.message)
+        raise refusal
+
     def backoff(self, attempt: int) -> float:
         """Seconds to pause before another try, with jitter."""
         return float(min(1.0, self.limits.backoff * 2**attempt) * random.uniform(0.5, 1))  # noqa: S311  # guards nothing
@@ -141,15 +168,9 @@ class Mesh:
 
     async def fleet(self, timeout: float = 2.0) -> admin_pb2.GetFleetResponse:
         """The fleet as some scheduler sees it; UNAVAILABLE where none answers. Closes channels to workers that are gone."""
-        for scheduler in self.in_turn():
-            try:
-                fleet = await scheduler.admin.GetFleet(admin_pb2.GetFleetRequest(), timeout=timeout)
-            except grpc.aio.AioRpcError as failure:
-                self.failed(scheduler, from_rpc(failure).message)
-                continue
-            await self._forget_workers({worker.registration.address for worker in fleet.workers})
-            return fleet
-        raise unavailable("no scheduler answers: try again", reason="NO_SCHEDULER")
+        fleet = await self.ask(lambda scheduler: scheduler.admin.GetFleet(admin_pb2.GetFleetRequest(), timeout=timeout))
+        await self._forget_workers({worker.registration.address for worker in fleet.workers})
+        return fleet
 
     async def _forget_workers(self, known: set[str]) -> None:
         gone = [address for address, worker in self._workers.items() if address not in known and worker.num_calls == 0]

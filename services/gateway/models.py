@@ -9,7 +9,6 @@ from typing import Self
 
 from forebay.v1 import admin_pb2, scheduler_pb2
 from services.common import log
-from services.common.errors import Code, FieldViolation, StatusError
 from services.gateway.text.template import ChatTemplate
 from services.text import model_files
 from services.text.compiler import Compiler
@@ -19,7 +18,6 @@ from services.text.tokenizer import SpecialTokens, Tokenizer
 _log = log.get(__name__)
 
 _MAX_NAME_CHARS = 128
-_MAX_NAMED = 10  # models in an error
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,14 @@ class ServedModel:
         return f"{self.name}@{self.level}"
 
 
-class Catalogue:
-    """Models by name and alias."""
+class Models:
+    """Models by name and alias, and by name and level."""
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
         """Raises ModelError where two models have one name, or there is none."""
         self._models: dict[str, ServedModel] = {}
         self._names: dict[str, str] = {}  # name or alias -> name
+        self._levels: dict[str, ServedModel] = {}  # name@level -> the model at it, where it has been seen
         for model in models:
             for name in dict.fromkeys((model.name, *model.aliases)):
                 if name in self._names:
@@ -67,16 +66,13 @@ class Catalogue:
         """`entries` is FOREBAY_MODELS: PATH=NAME[|ALIAS...], separated by commas. ModelError says what is wrong with which."""
         return cls(_load_entry(entry.strip()) for entry in entries.split(",") if entry.strip())
 
-    def resolve(self, name: str, field: str = "model") -> ServedModel:
-        """The model of a name or alias, or the only one for an empty name. Raises NOT_FOUND, which blames `field`."""
-        if not name and len(self._models) == 1:
-            return next(iter(self._models.values()))
-        if name not in self._names:
-            known = ", ".join(sorted(self._models)[:_MAX_NAMED])
-            what = f"there is no model {name[:_MAX_NAME_CHARS]!a}" if name else f"{field} is missing"
-            message = f"{what}: this mesh serves {known}"
-            raise StatusError(Code.NOT_FOUND, message, reason="MODEL_NOT_FOUND", violations=[FieldViolation(field, message)])
-        return self._models[self._names[name]]
+    def get(self, name: str) -> ServedModel | None:
+        """The model of a name or alias, as most of its workers have it."""
+        return self._models.get(self._names.get(name, ""))
+
+    def at(self, name: str, level: str) -> ServedModel | None:
+        """The model of a name or alias at a level that some worker has shown."""
+        return self._levels.get(f"{self._names.get(name, '')}@{level}")
 
     def list(self) -> Sequence[ServedModel]:
         """All of them, by name."""
@@ -95,6 +91,11 @@ class Catalogue:
                     shown[name].append(served)
         for name, candidates in shown.items():
             self._models[name] = _as_shown(self._models[name], candidates)
+            for full_name in {served.model for served in candidates}:
+                self._levels.setdefault(full_name, replace(self._models[name], version=""))
+        for full_name, model in self._levels.items():
+            at_level = [served for served in shown[model.name] if served.model == full_name]
+            self._levels[full_name] = _as_shown(model, at_level)
 
 
 def _as_shown(model: ServedModel, candidates: Sequence[scheduler_pb2.WorkerModel]) -> ServedModel:

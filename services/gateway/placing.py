@@ -91,17 +91,7 @@ class Placement:
         request = scheduler_pb2.PlaceRequest(
             ticket=self._ticket, excluded_workers=excluded, lost_epoch=self._epoch, num_delivered_tokens=num_delivered_tokens
         )
-        refusal = unavailable("no scheduler answers: try again", reason="NO_SCHEDULER")
-        for scheduler in self._mesh.in_turn():
-            try:
-                return await self._ask_one(scheduler, request)
-            except StatusError as error:
-                if not _is_its_own(error):
-                    raise
-                if error.reason == _STORE_AWAY:
-                    refusal = error
-                self._mesh.failed(scheduler, error.message)
-        raise refusal
+        return await self._mesh.ask(lambda scheduler: self._ask_one(scheduler, request))
 
     async def _ask_one(self, scheduler: Scheduler, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.Lease:
         # The ticket's bytes stay the same over calls; what is left of the deadline is the call's own.
@@ -123,14 +113,6 @@ class Placement:
             raise (self._deadline.error("in the queue") if error.code is Code.DEADLINE_EXCEEDED else error) from None
         finally:
             call.cancel()
-
-
-_STORE_AWAY = "STORE_UNAVAILABLE"
-
-
-def _is_its_own(error: StatusError) -> bool:
-    """Whether it is this scheduler's trouble and another may do better. A refusal says when to come back; gRPC's UNAVAILABLE doesn't."""
-    return error.code is Code.UNAVAILABLE and (error.retry_after_seconds is None or error.reason == _STORE_AWAY)
 
 
 def _ticket(generation: Generation) -> scheduler_pb2.Ticket:

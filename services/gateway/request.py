@@ -8,7 +8,6 @@ import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError, invalid, unavailable
@@ -16,6 +15,7 @@ from services.gateway.aside import aside
 from services.gateway.auth import Caller
 from services.gateway.conversation import ChatOptions, check_chat
 from services.gateway.field import shown
+from services.gateway.latency import DEADLINE_SECONDS, UNSPECIFIED, Granted, LatencyClass, grant
 from services.gateway.models import ServedModel
 from services.gateway.prompts import Prompt, check_prompt_length, validate_prompts
 from services.gateway.text.reply import PLAIN, ReplyForm
@@ -23,23 +23,7 @@ from services.gateway.validator import Limits, Sampling, validate_label, validat
 from services.text.compiler import CompilerBusy, GrammarError
 from services.text.grammar import Grammar
 
-LatencyClass: TypeAlias = types_pb2.LatencyClass.ValueType
-REALTIME, STANDARD, BATCH = types_pb2.LATENCY_CLASS_REALTIME, types_pb2.LATENCY_CLASS_STANDARD, types_pb2.LATENCY_CLASS_BATCH
-
-DEADLINE_SECONDS: Mapping[LatencyClass, float] = {REALTIME: 120.0, STANDARD: 600.0, BATCH: 86_400.0}
-"""Of a request that names none."""
 _MAX_DEADLINE_SECONDS = 7 * 86_400.0  # as inference.proto says
-CLASSES: Mapping[str, LatencyClass] = {
-    "realtime": REALTIME,
-    "standard": STANDARD,
-    "batch": BATCH,
-    # OpenAI's service tiers
-    "priority": REALTIME,
-    "auto": STANDARD,
-    "default": STANDARD,
-    "flex": BATCH,
-}
-"""What clients call them."""
 _SEED_BITS = 53  # of those drawn here: to most readers of JSON a number is a double, and a seed must come back whole
 MAX_PROMPT_SCORES = 200_000
 """Log-probabilities of prompt positions in one answer: about a second of the event loop to write."""
@@ -60,6 +44,7 @@ class Generation:
     echo: bool
     label: str
     deadline_seconds: float  # from admission
+    lowered_from: LatencyClass = UNSPECIFIED  # what was asked for, where the org's ceiling lowered it
     reply: ReplyForm = PLAIN  # what is taken out of the text
 
 
@@ -69,8 +54,10 @@ class Envelope:
 
     caller: Caller
     model: ServedModel
-    latency_class: LatencyClass = types_pb2.LATENCY_CLASS_UNSPECIFIED
+    policy: types_pb2.OrgPolicy = field(default_factory=types_pb2.OrgPolicy)  # the caller's org's
+    latency_class: LatencyClass = UNSPECIFIED
     deadline_seconds: float | None = None  # None: the class's
+    deadlines: Mapping[LatencyClass, float] = field(default_factory=lambda: DEADLINE_SECONDS)  # by class, where there is none
     label: object = None  # the client's, unchecked
     echo: bool = False
     max_tokens_cap: int = 32_768
@@ -121,7 +108,7 @@ def _check_scores(sampling: Sampling, num_prompt_tokens: int, name: str) -> None
 async def admit_chat(envelope: Envelope, messages: object, fields: Mapping[str, object], options: ChatOptions | None = None) -> Generation:
     """The generation that answers a conversation: `messages` as OpenAI's, unchecked. Raises as admit_completion."""
     chat = check_chat(envelope.model, options or ChatOptions(), fields.get("grammar"), envelope.names)
-    head = await _admit_head(envelope, {**fields, "grammar": chat.grammar})
+    head = await _admit_head(envelope, {**fields, "grammar": chat.grammar}, with_tools=chat.use is not None)
     name = envelope.name("messages")
     text, ids = await chat.render(messages, name)
     return replace(head.generation(text, ids, name), reply=chat.reply_form(text))
@@ -146,22 +133,13 @@ async def count_tokens(model: ServedModel, text: object, *, name: str = "text") 
     return await aside(lambda: model.tokenizer.encode(text), len(text))
 
 
-def latency_class(value: object, name: str = "class") -> LatencyClass:
-    """A class from its words: realtime, standard, batch, or OpenAI's service tiers; null and "" are unspecified."""
-    if value is None or value == "":
-        return types_pb2.LATENCY_CLASS_UNSPECIFIED
-    if not isinstance(value, str) or value not in CLASSES:
-        raise invalid(name, f"{name} is {shown(value)}: it must be one of {', '.join(CLASSES)}")
-    return CLASSES[value]
-
-
 @dataclass(frozen=True)
 class _Head:
     """What all prompts of a request share."""
 
     envelope: Envelope
     fields: Mapping[str, object]
-    latency_class: LatencyClass
+    granted: Granted
     deadline_seconds: float
     label: str
 
@@ -176,7 +154,8 @@ class _Head:
         return Generation(
             request_id=uuid.uuid4().hex,
             org=envelope.caller.org,
-            latency_class=self.latency_class,
+            latency_class=self.granted.latency_class,
+            lowered_from=self.granted.lowered_from,
             model=envelope.model,
             prompt_token_ids=token_ids,
             prompt_text=prompt if isinstance(prompt, str) else None,
@@ -187,21 +166,21 @@ class _Head:
         )
 
 
-async def _admit_head(envelope: Envelope, fields: Mapping[str, object]) -> _Head:
+async def _admit_head(envelope: Envelope, fields: Mapping[str, object], *, with_tools: bool = False) -> _Head:
     """All that can be refused before the prompt is looked at."""
     sampling = validate_sampling(fields, limits=envelope.limits, names=envelope.names)
     label = validate_label(envelope.label, name=envelope.name("label"))
-    resolved = STANDARD if envelope.latency_class == types_pb2.LATENCY_CLASS_UNSPECIFIED else envelope.latency_class
-    if resolved not in DEADLINE_SECONDS:
+    if envelope.latency_class not in (UNSPECIFIED, *DEADLINE_SECONDS):
         name = envelope.name("latency_class")
-        raise invalid(name, f"{name} is {resolved}: it must be realtime (1), standard (2) or batch (3)")
-    deadline = _deadline(envelope.deadline_seconds, resolved)
+        raise invalid(name, f"{name} is {envelope.latency_class}: it must be realtime (1), standard (2) or batch (3)")
+    granted = grant(envelope.latency_class, envelope.policy, with_tools=with_tools)
+    deadline = _deadline(envelope.deadline_seconds, envelope.deadlines[granted.latency_class])
     if not envelope.model.version:
         raise unavailable(f"no worker has loaded {envelope.model.name} yet: try again", reason="NO_WORKER")
     if sampling.grammar is not None:
         await _check_grammar(envelope, sampling.grammar)
         fields = {**fields, "grammar": sampling.grammar}
-    return _Head(envelope, fields, resolved, deadline, label)
+    return _Head(envelope, fields, granted, deadline, label)
 
 
 async def _check_grammar(envelope: Envelope, grammar: Grammar) -> None:
@@ -215,9 +194,9 @@ async def _check_grammar(envelope: Envelope, grammar: Grammar) -> None:
         raise unavailable(f"{error}: try again", reason="TOO_MANY_GRAMMARS") from None
 
 
-def _deadline(seconds: float | None, resolved: LatencyClass) -> float:
+def _deadline(seconds: float | None, otherwise: float) -> float:
     if seconds is None:
-        return DEADLINE_SECONDS[resolved]
+        return otherwise
     if math.isnan(seconds) or seconds <= 0:
         raise StatusError(Code.DEADLINE_EXCEEDED, "the deadline had passed when the request came: allow more time")
     return min(seconds, _MAX_DEADLINE_SECONDS)

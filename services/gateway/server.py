@@ -1,6 +1,7 @@
-"""The gRPC face: InferenceService, and AdminService for operators. Messages in, messages out; the work is done behind it."""
+"""The gRPC face: the server, and InferenceService. Messages in, messages out; the work is done behind it."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_g
 from services.common import rpc
 from services.common.errors import Code, StatusError, invalid
 from services.gateway import strict_json
+from services.gateway.admin import AdminService
 from services.gateway.conversation import ChatOptions
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Event, Generations
@@ -49,8 +51,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # it writes
         """See inference.proto."""
-        model = self._gateway.catalogue.resolve(request.model)
-        envelope = self._envelope(request, context, model, echo=request.echo)
+        envelope = await self._envelope(request, context, echo=request.echo)
         if request.WhichOneof("prompt") is None:
             raise invalid("prompt", "the request has no prompt: set text or tokens")
         prompt: object = request.text if request.HasField("text") else list(request.tokens.ids)
@@ -59,14 +60,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]  # it writes
         """See inference.proto."""
-        model = self._gateway.catalogue.resolve(request.model)
-        envelope = self._envelope(request, context, model)
+        envelope = await self._envelope(request, context)
         generation = await admit_chat(envelope, _messages(request.messages), sampling_fields(request.sampling), _options(request))
         await self._stream(self._generations.run(generation), context, inference_pb2.ChatResponse)
 
     async def CountTokens(self, request: inference_pb2.CountTokensRequest, _: Context) -> inference_pb2.CountTokensResponse:
         """See inference.proto."""
-        model = self._gateway.catalogue.resolve(request.model)
+        model = self._gateway.catalogue.resolve(request.model, await self._policy())
         match request.WhichOneof("input"):
             case "text":
                 ids = await count_tokens(model, request.text)
@@ -80,27 +80,29 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def ListModels(self, _: inference_pb2.ListModelsRequest, __: Context) -> inference_pb2.ListModelsResponse:
         """See inference.proto."""
-        return inference_pb2.ListModelsResponse(models=[_model(model) for model in self._gateway.catalogue.list()])
+        offered = self._gateway.catalogue.list(await self._policy())
+        return inference_pb2.ListModelsResponse(models=[_model(model) for model in offered])
 
     async def GetModel(self, request: inference_pb2.GetModelRequest, _: Context) -> inference_pb2.GetModelResponse:
         """See inference.proto."""
-        return inference_pb2.GetModelResponse(model=_model(self._gateway.catalogue.resolve(request.name)))
+        return inference_pb2.GetModelResponse(model=_model(self._gateway.catalogue.describe(request.name, await self._policy())))
 
-    def _envelope(
-        self,
-        request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
-        context: Context,
-        model: ServedModel,
-        *,
-        echo: bool = False,
+    async def _policy(self) -> types_pb2.OrgPolicy:
+        return await self._gateway.orgs.policy(caller().org)
+
+    async def _envelope(
+        self, request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, context: Context, *, echo: bool = False
     ) -> Envelope:
         if request.latency_class not in types_pb2.LatencyClass.values():
             raise invalid("latency_class", f"latency_class is {request.latency_class}: use REALTIME (1), STANDARD (2) or BATCH (3)")
+        policy = await self._policy()
         return Envelope(
             caller=caller(),
-            model=model,
+            model=self._gateway.catalogue.resolve(request.model, policy, request.label or uuid.uuid4().hex),
+            policy=policy,
             latency_class=request.latency_class,
             deadline_seconds=_deadline(context),
+            deadlines=self._gateway.deadlines,
             label=request.label or None,
             echo=echo,
             max_tokens_cap=self._gateway.max_tokens_cap,
@@ -116,18 +118,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     raise StatusError(Code.CANCELLED, f"nothing was read for {self._patience:g} s", reason="SLOW_READER") from None
                 except grpc.aio.InternalError:  # how a write ends that the client's cancellation meets
                     raise asyncio.CancelledError from None
-
-
-class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """The schedulers' view of the fleet, for operators alone."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    async def GetFleet(self, _: admin_pb2.GetFleetRequest, __: Context) -> admin_pb2.GetFleetResponse:
-        """See admin.proto."""
-        caller().require("operator")
-        return await self._gateway.mesh.fleet()
 
 
 def sampling_fields(sampling: types_pb2.SamplingParams) -> Mapping[str, object]:

@@ -1,5 +1,7 @@
 """The gateway's settings: FOREBAY_* variables, read once in __main__."""
 
+from pathlib import Path
+
 from pydantic import Field
 
 from services.common.settings import HostPort, HostPorts, ServiceSettings, listed
@@ -12,9 +14,11 @@ class GatewaySettings(ServiceSettings):
     http_address: HostPort = Field("127.0.0.1:0", description="host:port of the OpenAI face")
     schedulers: HostPorts = Field(min_length=1, description="host:port[,host:port...] of the schedulers")
     models: str = Field(description="PATH=NAME[|ALIAS...][,PATH=NAME...]: tokenizers and templates come from the model's own files")
-    jwks_file: str = Field("", description="file with the public keys of tokens; or jwks_url")
-    jwks_url: str = Field("", description="https URL with the public keys of tokens, asked directly, without a proxy; or jwks_file")
-    jwt_issuer: str = Field("", description="the `iss` that tokens must carry; empty: any")
+    policy_file: Path | None = Field(None, description="the schedulers' policy file, for models and deadlines, read again when it changes")
+    jwks_file: str = Field("", description="file with the public keys of tokens; or jwks_url, or oidc_issuer")
+    jwks_url: str = Field("", description="https URL with the public keys of tokens, asked without a proxy; or one of the others")
+    oidc_issuer: str = Field("", description="https URL of an OpenID Connect issuer, which says where its keys are; it is the `iss`, too")
+    jwt_issuer: str = Field("", description="the `iss` that tokens must carry; empty: any, or the oidc_issuer")
     jwt_audience: str = Field("", description="the `aud` that tokens must carry; empty: any")
     max_tokens_cap: int = Field(32_768, ge=1, description="most tokens that one choice may ask for")
     max_open_calls: int = Field(2048, ge=1, description="calls of both faces that may be open at once; more get UNAVAILABLE (503)")

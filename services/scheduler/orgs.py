@@ -20,6 +20,8 @@ from services.scheduler.store import Store
 
 LOG = log.get(__name__)
 MAX_OVERRIDDEN = 10_000
+MAX_KNOWN = 10_000
+"""Policies to remember, which the queue's order asks for at every ticket."""
 _CLASS_WORDS = {number: word for word, number in CLASS_NAMES.items()}
 _READERS = {"tier": name, **LIMIT_READERS}
 
@@ -32,6 +34,8 @@ class Orgs:
         self.file = file
         self._texts: dict[str, str] = {}
         self._overrides: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, OrgPolicy] = {}
+        self._known_by: Policy | None = None
 
     @property
     def policy(self) -> Policy:
@@ -40,7 +44,12 @@ class Orgs:
 
     def get(self, org: str) -> OrgPolicy:
         """The org's policy, complete."""
-        return self.policy.org(org, self._overrides.get(org))
+        policy = self.policy
+        if policy is not self._known_by or len(self._known) > MAX_KNOWN:
+            self._known, self._known_by = {}, policy
+        if org not in self._known:
+            self._known[org] = policy.org(org, self._overrides.get(org))
+        return self._known[org]
 
     def all(self) -> list[OrgPolicy]:
         """Of every org that the file or an operator names, by name; the first is what all others have."""
@@ -58,6 +67,7 @@ class Orgs:
         texts = dict(zip(flat[::2], flat[1::2], strict=True))
         if texts != self._texts:
             self._texts, self._overrides = texts, {org: _fields(json.loads(text)) for org, text in texts.items()}
+            self._known_by = None
 
     def overrides_with(self, org: str, policy: types_pb2.OrgPolicy, fields: abc.Sequence[str]) -> str:
         """The org's overrides with these fields set, as they are stored. INVALID_ARGUMENT names a field that can't be so."""

@@ -118,6 +118,19 @@ async def test_withdrawn_and_dropped_tickets_are_given_back_whole(bench: QuotaBe
     assert await bench.raw("EXISTS", keys.quota("acme")) == 0
 
 
+async def test_a_ticket_that_is_put_out_for_another_is_given_back_whole(redis_server) -> None:
+    async with quota_bench(redis_server.url, max_queued=1) as bench:
+        assert await bench.take(make_ticket("batch", latency_class=3), LIMITS)
+        assert not await bench.take(make_ticket("urgent", latency_class=1), limited(tokens_per_minute=33)), (
+            "nobody is put out for a refusal"
+        )
+        assert await bench.waiting() == ["batch"]
+        assert await bench.take(make_ticket("urgent", latency_class=1, org="other"), limited("other", tokens_per_minute=33))
+        assert await bench.waiting() == ["urgent"]
+        assert await bench.spent() == (0, 0)
+        assert await bench.live() == set()
+
+
 async def test_what_the_sweep_ends_is_settled_from_its_last_count(redis_server) -> None:
     async with quota_bench(redis_server.url, timing=Timing(5, 5, 5, 60)) as bench:
         await bench.ledger.sweep()

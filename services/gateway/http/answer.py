@@ -8,7 +8,6 @@ from typing import Any
 
 from forebay.v1 import inference_pb2, types_pb2
 from services.gateway.generation import Event
-from services.gateway.metrics import CLASS_NAMES
 from services.gateway.request import Generation
 
 TIERS = {
@@ -145,8 +144,3 @@ def usage_object(usage: types_pb2.Usage) -> dict[str, Any]:
             "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
         },
     }
-
-
-def class_name(generation: Generation) -> str:
-    """As in x-forebay-class."""
-    return CLASS_NAMES[generation.latency_class]

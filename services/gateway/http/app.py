@@ -1,6 +1,8 @@
 """The OpenAI face's routes: authenticate, read, check, admit, and hand to the endpoint that renders."""
 
+import functools
 import math
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +16,14 @@ from services.common.errors import Code, StatusError, invalid
 from services.gateway.auth import Caller
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Generations
-from services.gateway.http import chat, completions, edge, errors, fields, openapi, sse
-from services.gateway.http.answer import class_name, collected, merged
+from services.gateway.http import chat, completions, edge, errors, fields, openapi, ratelimit, sse
+from services.gateway.http.answer import Run, collected, merged
 from services.gateway.http.body import read_json
 from services.gateway.http.structured import grammar_of
+from services.gateway.latency import UNSPECIFIED, LatencyClass, latency_class
+from services.gateway.metrics import CLASS_NAMES
 from services.gateway.models import ServedModel
-from services.gateway.request import Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens, latency_class
+from services.gateway.request import Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens
 from services.gateway.validator import validate_label
 
 MAX_DEADLINE_SECONDS = 86_400.0
@@ -64,10 +68,9 @@ class Face:
         streamed = fields.flag(body, "stream")
         include_usage = fields.include_usage(body, streamed=streamed)
         sampling, names = chat.sampling_fields(body)
-        envelope = self._envelope(request, body, caller, names=names)
+        envelope = await self._envelope(request, body, caller, names=names)
         generation = await admit_chat(envelope, body.get("messages"), sampling, chat.options(body))
-        self._announce(request, [generation])
-        events = merged(self._generations.run, [generation])
+        events = merged(self._announced(request, [generation]), [generation])
         if streamed:
             return sse.EventStream(chat.chunks(events, generation, include_usage=include_usage), self._gateway.slow_reader_seconds)
         answer = await sse.until_disconnect(request.receive, collected(events, [generation]))
@@ -80,10 +83,9 @@ class Face:
         streamed, echo = fields.flag(body, "stream"), fields.flag(body, "echo")
         include_usage = fields.include_usage(body, streamed=streamed)
         sampling, names = completions.sampling_fields(body, echo=echo)
-        envelope = self._envelope(request, body, caller, echo=echo, names=names)
+        envelope = await self._envelope(request, body, caller, echo=echo, names=names)
         generations = await admit_completion(envelope, body.get("prompt"), sampling)
-        self._announce(request, generations)
-        events = merged(self._generations.run, generations)
+        events = merged(self._announced(request, generations), generations)
         if streamed:
             return sse.EventStream(completions.chunks(events, generations, include_usage=include_usage), self._gateway.slow_reader_seconds)
         answer = await sse.until_disconnect(request.receive, collected(events, generations))
@@ -91,19 +93,19 @@ class Face:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        await self._authenticate(request)
-        return _json({"object": "list", "data": [_model(model) for model in self._gateway.catalogue.list()]})
+        policy = await self._policy(await self._authenticate(request))
+        return _json({"object": "list", "data": [_model(model) for model in self._gateway.catalogue.list(policy)]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
-        await self._authenticate(request)
-        return _json(_model(self._gateway.catalogue.resolve(request.path_params["name"])))
+        policy = await self._policy(await self._authenticate(request))
+        return _json(_model(self._gateway.catalogue.describe(request.path_params["name"], policy)))
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        await self._authenticate(request)
+        caller = await self._authenticate(request)
         body = await self._body(request, fields.TOKENIZE)
-        model = self._model(body)
+        model = self._model(body, await self._policy(caller))
         text, messages = body.get("prompt"), body.get("messages")
         if (text is None) == (messages is None):
             raise invalid("prompt", "send either prompt or messages")
@@ -130,7 +132,12 @@ class Face:
         given = request.headers.getlist("authorization")
         if len(given) > 1:
             raise StatusError(Code.UNAUTHENTICATED, f"authorization is given {len(given)} times: send one", reason="AMBIGUOUS_TOKEN")
-        return await self._gateway.authenticator.authenticate(given[0] if given else None)
+        caller = await self._gateway.authenticator.authenticate(given[0] if given else None)
+        caller.require("user")
+        return caller
+
+    async def _policy(self, caller: Caller) -> types_pb2.OrgPolicy:
+        return await self._gateway.orgs.policy(caller.org)
 
     async def _body(self, request: Request, known: fields.Fields) -> dict[str, Any]:
         body = await read_json(request)
@@ -139,39 +146,46 @@ class Face:
             edge.of(request)["x-forebay-ignored"] = fields.named(unknown)
         return body
 
-    def _model(self, body: Mapping[str, Any]) -> ServedModel:
+    def _model(self, body: Mapping[str, Any], policy: types_pb2.OrgPolicy, sticky: str = "") -> ServedModel:
         name = body.get("model")
         if name is not None and not isinstance(name, str):
             raise invalid("model", "model must be a string: see /v1/models")
-        return self._gateway.catalogue.resolve(name or "")
+        return self._gateway.catalogue.resolve(name or "", policy, sticky)
 
-    def _envelope(
+    async def _envelope(
         self, request: Request, body: Mapping[str, Any], caller: Caller, *, echo: bool = False, names: Mapping[str, str] | None = None
     ) -> Envelope:
-        validate_label(body.get("user"), name="user")  # kept nowhere
+        user, label = validate_label(body.get("user"), name="user"), request.headers.get("x-request-id")
+        policy = await self._policy(caller)
         return Envelope(
             caller=caller,
-            model=self._model(body),
+            # Of a canary's models, a user's conversations stay with one.
+            model=self._model(body, policy, sticky=user or label or uuid.uuid4().hex),
+            policy=policy,
             latency_class=_class(request, body),
             deadline_seconds=_deadline(request),
-            label=request.headers.get("x-request-id"),
+            deadlines=self._gateway.deadlines,
+            label=label,
             echo=echo,
             max_tokens_cap=self._gateway.max_tokens_cap,
             names={"label": "x-request-id", **(names or {})},
         )
 
-    def _announce(self, request: Request, generations: list[Generation]) -> None:
-        headers = edge.of(request)
+    def _announced(self, request: Request, generations: list[Generation]) -> Run:
+        """What runs the generations. The answer's headers name them; once there is a lease, also where the quota stands."""
+        headers, first = edge.of(request), generations[0]
         headers["x-forebay-request-id"] = ",".join(generation.request_id for generation in generations)
-        headers["x-forebay-class"] = class_name(generations[0])
+        headers["x-forebay-class"] = CLASS_NAMES[first.latency_class]
+        if first.lowered_from:
+            headers["x-forebay-class-lowered-from"] = CLASS_NAMES[first.lowered_from]
+        return functools.partial(self._generations.run, on_lease=lambda lease: headers.update(ratelimit.headers(lease.quota)))
 
 
-def _class(request: Request, body: Mapping[str, Any]) -> types_pb2.LatencyClass.ValueType:
+def _class(request: Request, body: Mapping[str, Any]) -> LatencyClass:
     """x-forebay-class, or service_tier. Where both say something, they must say the same."""
     header, tier = request.headers.get("x-forebay-class"), body.get("service_tier")
-    by_header = types_pb2.LATENCY_CLASS_UNSPECIFIED if header is None else latency_class(header, "x-forebay-class")
-    by_tier = types_pb2.LATENCY_CLASS_UNSPECIFIED if tier in (None, "auto") else latency_class(tier, "service_tier")
-    if by_header and by_tier and by_header != by_tier:
+    by_header, by_tier = latency_class(header, "x-forebay-class"), latency_class(tier, "service_tier")
+    if UNSPECIFIED not in (by_header, by_tier) and by_header != by_tier:
         raise invalid("service_tier", f"service_tier {tier!a} contradicts the header x-forebay-class {header!a}: send one of them")
     return by_header or by_tier
 

@@ -43,7 +43,9 @@ class Edge:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message).update(headers)
+                answered = MutableHeaders(scope=message)
+                for name, value in headers.items():
+                    answered.setdefault(name, value)  # what an error says of itself is newer
             await send(message)
 
         try:

@@ -7,6 +7,7 @@ import orjson
 from starlette.responses import Response
 
 from services.common.errors import Code, StatusError
+from services.gateway.http import ratelimit
 
 _STATUS = {
     Code.INVALID_ARGUMENT: 400,
@@ -33,6 +34,9 @@ _TYPE = {
 }
 
 
+_OVER_QUOTA, _NEVER_FITS = "QUOTA_EXCEEDED", "REQUEST_TOO_LARGE"  # the scheduler's reasons
+
+
 class HttpError(StatusError):
     """What has a place in HTTP alone: 405, 408, 413, 415."""
 
@@ -47,19 +51,27 @@ def status_of(error: StatusError) -> int:
 
 
 def body_of(error: StatusError) -> dict[str, Any]:
-    """The error object. `code` is the machine-readable reason in lower case."""
+    """The error object. `code` is the machine-readable reason in lower case, or OpenAI's word for a quota's."""
     status = status_of(error)
-    kind = _TYPE.get(status, "invalid_request_error" if status < 500 else "server_error")
+    kind, code = _TYPE.get(status, "invalid_request_error" if status < 500 else "server_error"), error.reason.lower()
+    if error.reason == _OVER_QUOTA:
+        kind, code = ratelimit.unit_of(error), "rate_limit_exceeded"
+    elif error.reason == _NEVER_FITS:
+        kind = code = "insufficient_quota"
     param = error.violations[0].field if error.violations else None
-    return {"error": {"message": error.message, "type": kind, "param": param, "code": error.reason.lower()}}
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 
 def response(error: StatusError, headers: dict[str, str] | None = None) -> Response:
     """The whole answer."""
-    out = dict(headers or {})
+    out = dict(headers or {}) | ratelimit.of_error(error)
     status = status_of(error)
-    if status in (429, 503):
-        out["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds or 1)))
+    if error.reason == _NEVER_FITS:
+        out["x-should-retry"] = "false"  # as it is, it can never fit
+    elif status in (429, 503):
+        seconds = error.retry_after_seconds or 1.0
+        out["retry-after"] = str(max(1, math.ceil(seconds)))
+        out["retry-after-ms"] = str(max(1, math.ceil(seconds * 1000)))
     if status == 408:
         out["connection"] = "close"  # the rest of the body may come yet
     if status == 504:

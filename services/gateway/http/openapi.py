@@ -7,8 +7,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from services.gateway.grammar_field import MAX_GRAMMAR_CHOICES
+from services.gateway.latency import CLASSES
 from services.gateway.prompts import MAX_PROMPTS, ROLES
-from services.gateway.request import CLASSES
 from services.gateway.tools import MAX_TOOLS
 from services.gateway.validator import (
     MAX_CHOICES,
@@ -88,7 +88,7 @@ _COMMON: dict[str, Schema] = {
     "stream": _FLAG,
     "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
     "user": {"type": ["string", "null"], "maxLength": MAX_LABEL_CHARS},
-    "service_tier": {"enum": [*CLASSES, None], "description": "priority: realtime; auto and default: standard; flex: batch."},
+    "service_tier": {"enum": [*CLASSES, None], "description": "priority: realtime; default: standard; flex: batch; auto: the org's."},
     **_FORMATS,
     "strict": {**_FLAG, "description": "Refuse unknown fields instead of naming them in x-forebay-ignored."},
 }

@@ -73,7 +73,7 @@ end
 local function mark_ended(t, reason, used)
   redis.call('HSET', K.ticket .. t.id, 'state', 'ended', 'reason', reason)
   redis.call('EXPIRE', K.ticket .. t.id, ENDED_SECONDS)
-  if reason ~= 'lost' then settle(t, used) end
+  if reason ~= 'lost' then settle(t, reason, used) end
 end
 
 -- Ends a queued ticket.

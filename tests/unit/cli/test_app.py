@@ -67,11 +67,11 @@ def test_version(tmp_path: Path) -> None:
 def test_alone_it_says_what_there_is(tmp_path: Path) -> None:
     done = _forebay(home=tmp_path)
     assert done.returncode == 0
-    for command in ("up", "run", "ps", "models", "keys", "demo"):
+    for command in ("up", "run", "ps", "models", "keys", "orgs", "usage", "audit", "policy", "demo"):
         assert f"\n  {command} " in done.stdout
 
 
-@pytest.mark.parametrize("command", ["up", "run", "ps", "models", "keys", "demo"])
+@pytest.mark.parametrize("command", ["up", "run", "ps", "models", "keys", "orgs", "usage", "audit", "policy", "demo"])
 def test_help_is_for_people(tmp_path: Path, command: str) -> None:
     done = _forebay(command, "--help", home=tmp_path)
     assert done.returncode == 0

@@ -24,18 +24,24 @@ from prometheus_client import CollectorRegistry
 from forebay.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from services.common import rpc
 from services.common.process import HttpServer
+from services.gateway.answers import Keeping
+from services.gateway.api_keys import ApiKeys
 from services.gateway.auth import Authenticator
+from services.gateway.catalogue import Catalogue
 from services.gateway.fleet import FleetWatch
 from services.gateway.gateway import Gateway, OpenCalls
 from services.gateway.http.app import create_app
 from services.gateway.http.connection import Connection, ConnectionLimits
+from services.gateway.keys import FileKeys
 from services.gateway.mesh import Mesh, MeshLimits
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.models import Catalogue, ServedModel
+from services.gateway.models import Models, ServedModel
+from services.gateway.orgs import Orgs
 from services.gateway.request import Generation
 from services.gateway.server import make_server
 from services.gateway.text.template import ChatTemplate
 from services.gateway.validator import Sampling
+from services.policy import catalogue as public_models
 from services.text.compiler import Compiler
 from services.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_alphabet
 from tests.fakes import FakeScheduler, FakeWorker, Script
@@ -51,6 +57,8 @@ _TEMPLATE = (
     "{{ raise_exception('roles must alternate') }}{% endif %}"
     "[{{ message.role }}]{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+_KEEPING = Keeping()
+_NO_ENTRIES: public_models.Catalogue = {}
 _KEY = Ed25519PrivateKey.generate()
 _numbers = itertools.count()
 
@@ -175,6 +183,8 @@ async def stack(
     slow_reader_seconds: float = 30.0,
     max_tokens_cap: int = 32_768,
     max_open_calls: int = 2048,
+    keeping: Keeping = _KEEPING,
+    public: public_models.Catalogue = _NO_ENTRIES,
     **model: Any,
 ) -> AsyncIterator[Stack]:
     """A gateway over one scheduler and a worker per script, with clients that carry a user's token."""
@@ -185,14 +195,15 @@ async def stack(
     for server in (*workers, scheduler):
         await server.start()
     registry = CollectorRegistry()
-    catalogue, mesh = Catalogue([make_model(**{"ready": False} | model)]), Mesh([scheduler.address], limits)
+    models, mesh = Models([make_model(**{"ready": False} | model)]), Mesh([scheduler.address], limits)
     with tempfile.TemporaryDirectory() as folder:
-        authenticator = Authenticator.from_file(write_jwks(Path(folder) / "jwks.json"), issuer=ISSUER, audience=AUDIENCE)
+        keys = FileKeys(write_jwks(Path(folder) / "jwks.json"))
         gateway = Gateway(
-            authenticator,
-            catalogue,
+            Authenticator(keys, issuer=ISSUER, audience=AUDIENCE, api_key_owner=ApiKeys(mesh, keeping).caller),
+            Catalogue(models, lambda: public),
             mesh,
-            FleetWatch(mesh, catalogue),
+            Orgs(mesh, keeping),
+            FleetWatch(mesh, models),
             GatewayMetrics(registry),
             calls=OpenCalls(max_open_calls),
             max_tokens_cap=max_tokens_cap,

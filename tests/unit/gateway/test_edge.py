@@ -14,9 +14,9 @@ from forebay.v1 import inference_pb2
 from services.common.errors import Code, StatusError, from_rpc
 from services.common.process import HttpServer
 from services.gateway import interceptor
+from services.gateway.catalogue import Catalogue
 from services.gateway.gateway import OpenCalls
 from services.gateway.http import edge
-from services.gateway.models import Catalogue
 from services.gateway.server import InferenceService
 from tests.fakes import WorkerCall, play
 from tests.unit.gateway.build import Stack, letters, make_token, stack
@@ -71,7 +71,7 @@ async def still_free(mesh: Stack) -> int:
 
 async def test_our_own_bug_is_a_typed_end_with_the_client_s_id(monkeypatch: pytest.MonkeyPatch) -> None:
     async with stack(play(letters("x"))) as mesh:
-        monkeypatch.setattr(Catalogue, "list", lambda _: 1 / 0)
+        monkeypatch.setattr(Catalogue, "list", lambda *_: 1 / 0)
         answer = await mesh.http.get("/v1/models", headers={"x-request-id": "mine"})
         assert (answer.status_code, answer.json()["error"]["code"], answer.headers["x-request-id"]) == (500, "internal", "mine")
         with capture_logs() as logs:

@@ -2,7 +2,7 @@
 
 from services.gateway.fleet import STALE_SECONDS, FleetWatch
 from services.gateway.mesh import Mesh
-from services.gateway.models import Catalogue
+from services.gateway.models import Models
 from tests.fakes import FakeScheduler, FakeWorker, play, serving
 from tests.unit.gateway.build import make_model
 
@@ -12,7 +12,7 @@ async def test_a_view_that_nobody_refreshes_is_no_reason_to_be_ready() -> None:
     scheduler = FakeScheduler([FakeWorker(play([1]))])
     async with serving(*scheduler.workers, scheduler):
         mesh = Mesh([scheduler.address])
-        watch = FleetWatch(mesh, Catalogue([make_model(ready=False)]), clock=lambda: now)
+        watch = FleetWatch(mesh, Models([make_model(ready=False)]), clock=lambda: now)
         assert watch.why_not_ready() == "no scheduler has answered yet"
         await watch.look()
         assert watch.why_not_ready() is None

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from forebay.v1 import admin_pb2, scheduler_pb2
-from services.common.errors import Code, StatusError
-from services.gateway.models import Catalogue, ServedModel, load_model
+from services.gateway.models import Models, ServedModel, load_model
 from services.text.gguf_metadata import ModelError
 from tests.unit.text.vocabularies import byte_level, byte_level_fields, gguf, smollm2_path
 
@@ -77,32 +76,23 @@ def test_the_template_of_a_folder(folder: Path, options: dict[str, Any], own_fil
 )  # fmt: skip
 def test_entries_that_cannot_be_used(gguf_file: Path, entries: str, why: str) -> None:
     with pytest.raises(ModelError, match=why):
-        Catalogue.from_entries(entries.replace("PATH", str(gguf_file)))
+        Models.from_entries(entries.replace("PATH", str(gguf_file)))
 
 
 def test_a_refusal_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
     path.write_bytes(gguf(byte_level_fields("unheard-of")))
     with pytest.raises(ModelError, match=r"odd\.gguf.*unheard-of"):
-        Catalogue.from_entries(f"{path}=odd")
+        Models.from_entries(f"{path}=odd")
 
 
 def test_names_and_aliases(gguf_file: Path, folder: Path) -> None:
-    catalogue = Catalogue.from_entries(f"{gguf_file}=b|bee, {folder}=a")
-    assert [model.name for model in catalogue.list()] == ["a", "b"]
-    assert catalogue.resolve("bee") is catalogue.resolve("b")
-    for name in ("c", "", "B", "b@fp32", "x" * 10_000, "a\nb"):
-        with pytest.raises(StatusError) as caught:
-            catalogue.resolve(name)
-        assert caught.value.code is Code.NOT_FOUND
-        assert caught.value.violations[0].field == "model"
-        assert "a, b" in caught.value.message
-        assert len(caught.value.message) < 300
-        assert caught.value.message.isprintable()
-
-
-def test_an_only_model_needs_no_name(gguf_file: Path) -> None:
-    assert Catalogue.from_entries(f"{gguf_file}=a").resolve("").name == "a"
+    models = Models.from_entries(f"{gguf_file}=b|bee, {folder}=a")
+    assert [model.name for model in models.list()] == ["a", "b"]
+    assert models.get("bee") is models.get("b") is not None
+    for name in ("c", "", "B", "b@fp32", "a\nb"):
+        assert models.get(name) is None
+        assert models.at(name, "fp32") is None
 
 
 def worker(model: str = "a@fp32", version: str = "v1", *, ready: bool = True, **fields: Any) -> admin_pb2.WorkerState:
@@ -112,46 +102,63 @@ def worker(model: str = "a@fp32", version: str = "v1", *, ready: bool = True, **
 
 
 @pytest.fixture
-def catalogue(gguf_file: Path) -> Catalogue:
-    return Catalogue.from_entries(f"{gguf_file}=a|alias")
+def models(gguf_file: Path) -> Models:
+    return Models.from_entries(f"{gguf_file}=a|alias")
 
 
-def seen(catalogue: Catalogue, *workers: admin_pb2.WorkerState) -> ServedModel:
-    catalogue.update_fleet(admin_pb2.GetFleetResponse(workers=workers))
-    return catalogue.resolve("a")
+def seen(models: Models, *workers: admin_pb2.WorkerState) -> ServedModel:
+    models.update_fleet(admin_pb2.GetFleetResponse(workers=workers))
+    model = models.get("a")
+    assert model is not None
+    return model
 
 
-def test_live_facts(catalogue: Catalogue) -> None:
-    before = catalogue.resolve("alias")
-    now = seen(catalogue, worker("a@int4", "v1", max_model_len=64, fingerprint="int4-x"), worker("other@fp32", "v9"))
+def test_live_facts(models: Models) -> None:
+    before = models.get("alias")
+    now = seen(models, worker("a@int4", "v1", max_model_len=64, fingerprint="int4-x"), worker("other@fp32", "v9"))
     assert (now.full_name, now.version, now.max_model_len, now.fingerprint, now.ready) == ("a@int4", "v1", 64, "int4-x", True)
-    assert catalogue.resolve("alias") is now
+    assert models.get("alias") is now
+    assert before is not None
     assert not before.ready, "a request keeps the model as it was admitted with"
 
 
 @pytest.mark.parametrize("worker_state", [worker(ready=False), worker(loaded=False), worker("other@fp32"), worker("a"), worker("A@fp32")])
-def test_what_does_not_make_a_model_ready(catalogue: Catalogue, worker_state: admin_pb2.WorkerState) -> None:
-    now = seen(catalogue, worker_state)
+def test_what_does_not_make_a_model_ready(models: Models, worker_state: admin_pb2.WorkerState) -> None:
+    now = seen(models, worker_state)
     assert not now.ready
     assert now.version == ""
 
 
-def test_a_model_whose_workers_are_gone_keeps_its_version(catalogue: Catalogue) -> None:
-    seen(catalogue, worker(version="v1"))
-    now = seen(catalogue)
+def test_a_model_whose_workers_are_gone_keeps_its_version(models: Models) -> None:
+    seen(models, worker(version="v1"))
+    now = seen(models)
     assert (now.ready, now.version, now.max_model_len) == (False, "v1", 100)
 
 
-def test_most_workers_decide_on_the_version_and_a_tie_changes_nothing(catalogue: Catalogue) -> None:
+def test_most_workers_decide_on_the_version_and_a_tie_changes_nothing(models: Models) -> None:
     old, new = worker(version="v1", max_model_len=50), worker(version="v2", max_model_len=70)
-    assert seen(catalogue, old).version == "v1"
-    assert seen(catalogue, old, new).version == "v1"
-    assert seen(catalogue, new, old).version == "v1"
-    assert seen(catalogue, new, old, new).version == "v2"
-    assert seen(catalogue, new, old).version == "v2"
-    assert seen(catalogue, old).version == "v1"
+    assert seen(models, old).version == "v1"
+    assert seen(models, old, new).version == "v1"
+    assert seen(models, new, old).version == "v1"
+    assert seen(models, new, old, new).version == "v2"
+    assert seen(models, new, old).version == "v2"
+    assert seen(models, old).version == "v1"
 
 
-def test_the_longest_of_one_version_counts(catalogue: Catalogue) -> None:
+def test_each_level_that_was_seen_has_its_own_facts(models: Models) -> None:
+    seen(models, worker("a@int4", "v1"), worker("a@int4", "v1"), worker("a@fp32", "v2", max_model_len=70))
+    most, other = models.get("a"), models.at("alias", "fp32")
+    assert most is not None
+    assert other is not None
+    assert (most.full_name, models.at("a", "int4")) == ("a@int4", most)
+    assert (other.full_name, other.version, other.max_model_len, other.ready) == ("a@fp32", "v2", 70, True)
+    assert models.at("a", "bf16") is None
+    seen(models, worker("a@int4", "v1"))
+    gone = models.at("a", "fp32")
+    assert gone is not None
+    assert not gone.ready
+
+
+def test_the_longest_of_one_version_counts(models: Models) -> None:
     workers = [worker(max_model_len=50), worker(max_model_len=70), worker(version="v2", max_model_len=900)]
-    assert seen(catalogue, *workers).max_model_len == 70
+    assert seen(models, *workers).max_model_len == 70

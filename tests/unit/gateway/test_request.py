@@ -6,26 +6,17 @@ from typing import Any
 import pytest
 import tokenizers
 
-from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError
 from services.gateway.auth import Caller
 from services.gateway.conversation import ChatOptions
+from services.gateway.latency import BATCH, DEADLINE_SECONDS, REALTIME, STANDARD
 from services.gateway.models import ServedModel
-from services.gateway.request import (
-    DEADLINE_SECONDS,
-    Envelope,
-    admit_chat,
-    admit_completion,
-    count_chat_tokens,
-    count_tokens,
-    latency_class,
-)
+from services.gateway.request import Envelope, admit_chat, admit_completion, count_chat_tokens, count_tokens
 from services.gateway.text.template import ChatTemplate
 from services.text.compiler import Compiler
 from services.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_alphabet
 from tests.unit.text.vocabularies import sentencepiece
 
-REALTIME, STANDARD, BATCH = types_pb2.LATENCY_CLASS_REALTIME, types_pb2.LATENCY_CLASS_STANDARD, types_pb2.LATENCY_CLASS_BATCH
 CALLER = Caller("acme", "ann", frozenset({"user"}), 2e9)
 CONTEXT = 100
 TEMPLATE = (
@@ -190,29 +181,13 @@ async def test_b35_one_label_on_two_requests_gives_two_ids() -> None:
     assert first.request_id != second.request_id
 
 
-@pytest.mark.parametrize(
-    ("value", "meaning"),
-    [
-        (None, 0), ("", 0), ("realtime", REALTIME), ("standard", STANDARD), ("batch", BATCH), ("priority", REALTIME), ("auto", STANDARD),
-        ("default", STANDARD), ("flex", BATCH),
-    ],
-)  # fmt: skip
-def test_classes(value: object, meaning: int) -> None:
-    assert latency_class(value) == meaning
-
-
-@pytest.mark.parametrize("value", ["Realtime", "urgent", 1, True, [], "x" * 1000, "a\nb"])
-def test_unknown_classes(value: object) -> None:
-    with pytest.raises(StatusError, match="realtime, standard, batch") as caught:
-        latency_class(value, "service_tier")
-    assert caught.value.violations[0].field == "service_tier"
-
-
 @pytest.mark.parametrize("given", [0, STANDARD, BATCH, REALTIME])
 async def test_the_class_decides_on_the_deadline_where_none_is_given(given: Any) -> None:
     [generation] = await admit_completion(envelope(latency_class=given), "x", {})
     assert generation.latency_class == (given or STANDARD)
     assert generation.deadline_seconds == DEADLINE_SECONDS[generation.latency_class]
+    [generation] = await admit_completion(envelope(latency_class=given, deadlines=dict.fromkeys(DEADLINE_SECONDS, 7.0)), "x", {})
+    assert generation.deadline_seconds == 7.0
 
 
 async def test_a_class_from_the_future_is_refused() -> None:

@@ -1,0 +1,82 @@
+"""AdminService: what operators see and set, passed on to a scheduler under the name of the token's owner. Keeps nothing itself."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from forebay.v1 import admin_pb2, admin_pb2_grpc
+from services.common import log
+from services.common.errors import Code, StatusError
+from services.gateway.gateway import Gateway
+from services.gateway.interceptor import caller
+from services.gateway.mesh import Scheduler
+
+_log = log.get(__name__)
+
+_SECONDS = 5.0
+Context = grpc.aio.ServicerContext[Any, Any]
+Answer = TypeVar("Answer", bound=Message)
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """For operators alone, but for GetUsage of one's own org. Whatever `actor` a client writes is overwritten."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def GetFleet(self, _: admin_pb2.GetFleetRequest, __: Context) -> admin_pb2.GetFleetResponse:
+        """See admin.proto."""
+        caller().require("operator")
+        return await self._gateway.mesh.fleet()
+
+    async def ListOrgs(self, request: admin_pb2.ListOrgsRequest, _: Context) -> admin_pb2.ListOrgsResponse:
+        """See admin.proto."""
+        return await self._pass_on(request, lambda scheduler: scheduler.admin.ListOrgs)
+
+    async def SetOrg(self, request: admin_pb2.SetOrgRequest, _: Context) -> admin_pb2.SetOrgResponse:
+        """See admin.proto."""
+        return await self._pass_on(request, lambda scheduler: scheduler.admin.SetOrg)
+
+    async def ResetOrg(self, request: admin_pb2.ResetOrgRequest, _: Context) -> admin_pb2.ResetOrgResponse:
+        """See admin.proto."""
+        return await self._pass_on(request, lambda scheduler: scheduler.admin.ResetOrg)
+
+    async def CreateKey(self, request: admin_pb2.CreateKeyRequest, _: Context) -> admin_pb2.CreateKeyResponse:
+        """See admin.proto. One scheduler is asked and no other after it: it may have made a key before it was lost."""
+        return await self._pass_on(request, lambda scheduler: scheduler.admin.CreateKey, once=True)
+
+    async def ListKeys(self, request: admin_pb2.ListKeysRequest, _: Context) -> admin_pb2.ListKeysResponse:
+        """See admin.proto."""
+        return await self._pass_on(request, lambda scheduler: scheduler.admin.ListKeys)
+
+    async def RevokeKey(self, request: admin_pb2.RevokeKeyRequest, _: Context) -> admin_pb2.RevokeKeyResponse:
+        """See admin.proto."""
+        return await self._pass_on(request, lambda scheduler: scheduler.admin.RevokeKey)
+
+    async def GetUsage(self, request: admin_pb2.GetUsageRequest, _: Context) -> admin_pb2.GetUsageResponse:
+        """See admin.proto. A user who names no org gets the own one's."""
+        who = caller()
+        if "operator" not in who.roles:
+            if request.org not in ("", who.org):
+                raise StatusError(Code.PERMISSION_DENIED, "use of another org is for operators: leave org out for your own")
+            request.org = who.org
+        return await self._gateway.mesh.ask(lambda scheduler: scheduler.admin.GetUsage(request, timeout=_SECONDS))
+
+    async def ListAudit(self, request: admin_pb2.ListAuditRequest, _: Context) -> admin_pb2.ListAuditResponse:
+        """See admin.proto."""
+        return await self._pass_on(request, lambda scheduler: scheduler.admin.ListAudit)
+
+    async def _pass_on(
+        self, request: Message, method: Callable[[Scheduler], Callable[..., grpc.aio.UnaryUnaryCall[Any, Answer]]], *, once: bool = False
+    ) -> Answer:
+        who = caller()
+        try:
+            who.require("operator")
+        except StatusError:
+            _log.warning("act_refused", act=request.DESCRIPTOR.name, actor=who.actor)
+            raise
+        if "actor" in request.DESCRIPTOR.fields_by_name:
+            request.actor = who.actor  # type: ignore[attr-defined]  # it has one
+        return await self._gateway.mesh.ask(lambda scheduler: method(scheduler)(request, timeout=_SECONDS), once=once)
