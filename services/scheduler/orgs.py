@@ -61,6 +61,10 @@ class Orgs:
         """Orgs that an operator has set something of, by name."""
         return sorted(self._overrides)
 
+    def stored(self, org: str) -> str:
+        """The org's overrides as Redis had them when they were read last; empty if it had none."""
+        return self._texts.get(org, "")
+
     async def refresh(self) -> None:
         """Reads the overrides. StatusError UNAVAILABLE while Redis is away: the last ones stay."""
         (flat,) = await self._store.commands(["HGETALL", keys.ORGS])

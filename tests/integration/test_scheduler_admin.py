@@ -206,9 +206,12 @@ async def test_nobodys_hash_is_nobody(pair: Pair, key_hash: bytes) -> None:
 async def test_there_is_an_end_to_keys_and_to_the_audit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     book = Audit(pair[0].store, "s")
     await book.change(Act("a", "Set", "x"), keys.API_KEYS, "f1", "v", most=1)
+    with pytest.raises(StatusError, match="somebody else has changed x just now"):
+        await book.change(Act("a", "Set", "x"), keys.API_KEYS, "f1", "v2", most=1, known="other")
     with pytest.raises(StatusError, match="there are 1 already"):
         await book.change(Act("a", "Set", "y"), keys.API_KEYS, "f2", "v", most=1)
-    await book.change(Act("a", "Set", "again"), keys.API_KEYS, "f1", "v2", most=1)
+    await book.change(Act("a", "Set", "again", "x" * 10_000), keys.API_KEYS, "f1", "v2", most=1, known="v")
+    assert len((await book.latest(1))[0].details) == audit.MAX_DETAILS_CHARS
     assert [act.target for act in await book.latest(10)] == ["again", "x"]
     monkeypatch.setattr(audit, "MAX_ENTRIES", 3)
     for number in range(5):
