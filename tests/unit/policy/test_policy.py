@@ -214,3 +214,11 @@ def test_any_text_is_a_policy_or_an_error_with_a_line(text: str) -> None:
         policy = None
         lines = error.line
     assert policy is not None or lines >= 1
+
+
+def test_the_example_is_one_that_works() -> None:
+    example = load(Path(__file__).parents[3] / "deploy" / "policy.example.yaml")
+    assert example.org("acme").default_class == REALTIME
+    assert example.org("anybody else").tokens_per_minute == 20_000
+    assert example.may_use(example.org("nightly-reports"), "smollm2-135m-instruct@int4")
+    assert not example.may_use(example.org("nightly-reports"), "another@int4")
