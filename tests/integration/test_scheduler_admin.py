@@ -104,6 +104,7 @@ async def test_fields_set_one_after_the_other_add_up(pair: Pair) -> None:
         (["kv_share"], {"kv_share": 2.0}, "kv_share", "at most 1"),
         (["requests_per_minute"], {"requests_per_minute": -1}, "requests_per_minute", "whole number"),
         (["tokens_burst"], {"tokens_burst": 10**12}, "tokens_burst", "whole number"),
+        (["requests_burst"], {"requests_burst": 5}, "requests_burst", "means nothing without requests_per_minute"),
         (["default_class"], {}, "default_class", "must be realtime or standard or batch"),
         (["models"], {"models": ["a", "a"]}, "models", "names a twice"),
         (["models"], {"models": ["\n"]}, "models", "printable"),
