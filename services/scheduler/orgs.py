@@ -11,7 +11,7 @@ from services.common.errors import Code, StatusError, invalid
 from services.policy.classes import CLASS_NAMES
 from services.policy.document import Node, PolicyError, Scalar, Sequence
 from services.policy.fields import name
-from services.policy.org import ANY_ORG, OrgPolicy
+from services.policy.org import ANY_ORG, OrgPolicy, idle_burst
 from services.policy.policy import LIMIT_READERS, Policy
 from services.policy.watched import PolicyFile
 from services.scheduler import keys
@@ -61,6 +61,10 @@ class Orgs:
         """Orgs that an operator has set something of, by name."""
         return sorted(self._overrides)
 
+    def stored(self, org: str) -> str:
+        """The org's overrides as Redis had them when they were read last; empty if it had none."""
+        return self._texts.get(org, "")
+
     async def refresh(self) -> None:
         """Reads the overrides. StatusError UNAVAILABLE while Redis is away: the last ones stay."""
         (flat,) = await self._store.commands(["HGETALL", keys.ORGS])
@@ -80,6 +84,9 @@ class Orgs:
         if found.get("tier", "") not in ("", *self.policy.tiers):
             tiers = ", ".join(self.policy.tiers) or "none"
             raise invalid("tier", f"tier is {found['tier']}, which the policy file doesn't have; it has: {tiers}")
+        burst = idle_burst(found, self.policy.org(org, found))
+        if burst in fields:
+            raise invalid(burst, f"{burst} means nothing without {burst.replace('burst', 'per_minute')}: set that too")
         return json.dumps(found)
 
     def check(self, ticket: Ticket) -> None:

@@ -80,6 +80,13 @@ async def test_coming_again_takes_nothing_more(bench: QuotaBench) -> None:
     assert await bench.live() == {"a"}
 
 
+async def test_a_lease_asked_for_again_says_what_is_left_of_full_buckets_too(bench: QuotaBench) -> None:
+    await _place(bench)
+    await bench.advance(MINUTE)
+    again = await bench.enqueue(make_ticket("a"), "h2", org=LIMITS)
+    assert again.quota == QuotaState(Bucket(60, 60, 0.0), Bucket(600, 600, 0.0))
+
+
 async def test_finish_settles_to_what_was_used(bench: QuotaBench) -> None:
     await _place(bench)
     assert (await bench.ledger.finish("a", 1, Settlement(16, 5)))[0]

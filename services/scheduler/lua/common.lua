@@ -20,7 +20,7 @@ local function read_ticket(id)
   return ticket
 end
 
--- Model, class and org of a queue's name.
+-- Model, class and org of a queue's or line's name.
 local function parts_of(queue)
   local parts = cjson.decode(queue)
   return parts[1], parts[2], parts[3]
