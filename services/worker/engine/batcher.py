@@ -29,6 +29,7 @@ from services.worker.engine.sequence_queue import SequenceQueue
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.step_time import StepTime, load_of
 
+LEARNT_PLAIN_STEPS, STRIDE = 16, 4  # after so many steps of decoding alone, each fourth is learnt from: it takes time for every sequence
 MAX_SCORED_ROWS = 256  # prompt positions scored in one step: bounds the logits in memory
 
 
@@ -62,6 +63,7 @@ class Batcher:
         self.step_time = StepTime() if speculator is None else speculator.step_time
         self._intake = Intake(config, max_model_len, eos_token_ids, self.tables)
         self._step_seconds = 0.0  # of the last one
+        self._num_plain_steps = 0  # one token each, one after another
         self._news: list[TokenOutput] = []  # ends that no step brings about, sent with the next one
 
     @property
@@ -121,8 +123,7 @@ class Batcher:
         for sequence in order:
             if self.tables.bring_back(sequence):
                 continue
-            kept = kept_back[sequence.latency_class] if sequence.num_lacking_tokens > 1 else 0
-            if (span := budget.spend(sequence, kept)) is not None:
+            if (span := budget.spend(sequence, kept_back.get(sequence, 0.0))) is not None:
                 spans.append(span)
         return tuple(spans)
 
@@ -186,8 +187,10 @@ class Batcher:
         return output
 
     def observe(self, spans: Seq[Span], seconds: float) -> None:
-        """How long the step with these spans took, without its copies and the making of drafts."""
-        self.step_time.record(load_of(spans), seconds)
+        """How long the step with these spans took, without its copies and the making of drafts. Plain decoding teaches little news."""
+        self._num_plain_steps = self._num_plain_steps + 1 if all(span.length == 1 for span in spans) else 0
+        if self._num_plain_steps < LEARNT_PLAIN_STEPS or self._num_plain_steps % STRIDE == 0:
+            self.step_time.record(load_of(spans), seconds)
         self._step_seconds = seconds
 
     def _finish(self, sequence: Sequence) -> None:

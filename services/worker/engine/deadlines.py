@@ -19,20 +19,16 @@ def max_tokens(running: Seq[Sequence], most: int, step_time: StepTime, now: floa
 
     One that is late already has a whole TPOT target's time: the step can't make up for that, and prompts must go on.
     """
-    num_decoding = num_keys = 0
     allowed = math.inf
     for sequence in running:
-        if sequence.num_lacking_tokens > 1:
-            continue
-        num_decoding += 1
-        num_keys += sequence.num_tokens
         envelope = sequence.group.envelope
-        if envelope.tpot_seconds:
+        if envelope.tpot_seconds and sequence.num_lacking_tokens == 1:
             allowed = min(allowed, max(envelope.slack(sequence.num_output_tokens, now), envelope.tpot_seconds))
     if allowed == math.inf or not step_time.known or not (token_seconds := step_time.token_seconds()):
         return most
-    spare = allowed - step_time.seconds(Load(num_decoding, num_decoding, num_keys))
-    return min(most, num_decoding + max(most // LEAST_PARTS, 1, int(spare / token_seconds)))
+    lengths = [sequence.num_tokens for sequence in running if sequence.num_lacking_tokens == 1]
+    spare = allowed - step_time.seconds(Load(len(lengths), len(lengths), sum(lengths)))
+    return min(most, len(lengths) + max(most // LEAST_PARTS, 1, int(spare / token_seconds)))
 
 
 def in_order(running: Seq[Sequence], step_seconds: float, now: float) -> list[Sequence]:
@@ -44,10 +40,11 @@ def in_order(running: Seq[Sequence], step_seconds: float, now: float) -> list[Se
     prompts: list[Sequence] = []
     relaxed: list[Sequence] = []
     for sequence in running:
+        envelope = sequence.group.envelope
         if sequence.num_lacking_tokens > 1:
             prompts.append(sequence)
-        elif sequence.group.envelope.slack(sequence.num_output_tokens, now) > URGENT_STEPS * step_seconds:
-            (relaxed if sequence.group.envelope.tpot_seconds else urgent).append(sequence)
+        elif envelope.tpot_seconds and envelope.slack(sequence.num_output_tokens, now) > URGENT_STEPS * step_seconds:
+            relaxed.append(sequence)
         else:
             urgent.append(sequence)
     if len(prompts) > 1:
@@ -55,7 +52,8 @@ def in_order(running: Seq[Sequence], step_seconds: float, now: float) -> list[Se
     return urgent + prompts + relaxed
 
 
-def kept_back(order: Seq[Sequence]) -> dict[int, float]:
-    """By class, the part of a step's tokens that its prompts leave to those of lower classes: a floor for each that has any."""
-    classes = sorted({sequence.latency_class for sequence in order if sequence.num_lacking_tokens > 1})
-    return {latency_class: (len(classes) - 1 - rank) / FLOOR_PARTS for rank, latency_class in enumerate(classes)}
+def kept_back(order: Seq[Sequence]) -> dict[Sequence, float]:
+    """The part of a step's tokens that a prompt leaves to those of lower classes: a floor for each class that has any."""
+    prompts = [sequence for sequence in order if sequence.num_lacking_tokens > 1]
+    classes = sorted({sequence.latency_class for sequence in prompts}, reverse=True)
+    return {sequence: classes.index(sequence.latency_class) / FLOOR_PARTS for sequence in prompts}

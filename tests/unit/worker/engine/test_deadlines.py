@@ -85,5 +85,6 @@ def test_urgent_decodes_then_prompts_by_class_and_deadline_then_decodes_with_sla
 
 
 def test_prompts_leave_a_floor_to_those_of_lower_classes() -> None:
-    assert kept_back([prompt("a", 1), prompt("b", 3), decoding("c", latency_class=2)]) == {1: 1 / 16, 3: 0}
-    assert kept_back([prompt("a", 1), prompt("b", 2), prompt("c", 3)]) == {1: 2 / 16, 2: 1 / 16, 3: 0}
+    a, b, c, d = prompt("a", 1), prompt("b", 2), prompt("c", 3), decoding("d", latency_class=2)
+    assert kept_back([a, c, d]) == {a: 1 / 16, c: 0}
+    assert kept_back([a, b, c]) == {a: 2 / 16, b: 1 / 16, c: 0}
