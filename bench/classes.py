@@ -52,7 +52,12 @@ class Way:
     blind: bool = False
 
 
-WAYS = (Way("classes"), Way("no_preemption", {"FOREBAY_CLASS_PREEMPTION": "false"}), Way("fifo", blind=True))
+NO_PREEMPTION = {"FOREBAY_PREEMPTION": "false"}
+WAYS = (
+    Way("classes"),
+    Way("no_preemption", NO_PREEMPTION),
+    Way("fifo", {**NO_PREEMPTION, "FOREBAY_QUEUE_ORDER": "arrival"}, blind=True),
+)
 
 
 @dataclass

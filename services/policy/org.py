@@ -37,6 +37,14 @@ class OrgPolicy:
         return replace(self, requests_burst=requests, tokens_burst=tokens)
 
 
+def idle_burst(fields: Mapping[str, Any], policy: OrgPolicy) -> str:
+    """The field among these that sets a burst where the whole policy has no rate, so that it would mean nothing; empty if none does."""
+    for kind in ("requests", "tokens"):
+        if fields.get(f"{kind}_burst") and not getattr(policy, f"{kind}_per_minute"):
+            return f"{kind}_burst"
+    return ""
+
+
 def layered(org: str, *layers: Mapping[str, Any]) -> OrgPolicy:
     """The org's policy from fields by name; a later layer wins. A default class above the ceiling is lowered to it."""
     fields: dict[str, Any] = {}

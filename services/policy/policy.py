@@ -10,7 +10,7 @@ from services.policy.catalogue import Catalogue, PublicModel, Target
 from services.policy.classes import CLASS_NAMES, DEFAULT_CLASSES, ClassPolicy
 from services.policy.document import Node, PolicyError
 from services.policy.fields import Reader, check_name, choice, integer, mapping, name, names, number, record
-from services.policy.org import ANY_ORG, MOST_PER_MINUTE, OrgPolicy, layered
+from services.policy.org import ANY_ORG, MOST_PER_MINUTE, OrgPolicy, idle_burst, layered
 
 _RATE = integer(0, MOST_PER_MINUTE)
 LIMIT_READERS: Mapping[str, Reader] = {
@@ -81,6 +81,7 @@ def parse(text: str) -> Policy:
     found = record(root, "", readers)
     policy = Policy(**found)
     _check_tiers(policy, mapping(root, ""))
+    _check_bursts(policy, mapping(root, ""))
     _check_floors(policy, mapping(root, ""))
     return policy
 
@@ -156,6 +157,15 @@ def _check_tiers(policy: Policy, root: Mapping[str, tuple[int, Node]]) -> None:
         if "tier" in fields and fields["tier"] not in policy.tiers:
             line, _ = mapping(mapping(root["orgs"][1], "")[org][1], "")["tier"]
             raise PolicyError(line, f"orgs.{org}.tier is {fields['tier']}, which is no tier here; there are: {known}")
+
+
+def _check_bursts(policy: Policy, root: Mapping[str, tuple[int, Node]]) -> None:
+    tiers = [("tiers", key, fields, layered(key, fields)) for key, fields in policy.tiers.items()]
+    orgs = [("orgs", key, fields, policy.org(key)) for key, fields in policy.orgs.items()]
+    for section, key, fields, whole in tiers + orgs:
+        if burst := idle_burst(fields, whole):
+            line, _ = mapping(mapping(root[section][1], "")[key][1], "")[burst]
+            raise PolicyError(line, f"{section}.{key}.{burst} means nothing without {burst.replace('burst', 'per_minute')}: set that too")
 
 
 def _check_floors(policy: Policy, root: Mapping[str, tuple[int, Node]]) -> None:

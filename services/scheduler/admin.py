@@ -58,9 +58,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         orgs, org = self._scheduler.orgs, request.policy.org
         check_id("policy.org", org)
         await orgs.refresh()  # Or what was set through another scheduler just now would be lost.
+        known = orgs.stored(org)
         overrides = orgs.overrides_with(org, request.policy, list(request.fields))
         act = Act(act.actor, act.act, org, overrides)
-        await self._scheduler.audit.change(act, keys.ORGS, org, overrides, most=MAX_OVERRIDDEN)
+        await self._scheduler.audit.change(act, keys.ORGS, org, overrides, most=MAX_OVERRIDDEN, known=known)
         await orgs.refresh()
         return org_to_proto(orgs.get(org))
 

@@ -12,6 +12,7 @@ from services.scheduler.store import Call, Store
 
 LOG = log.get(__name__)
 MAX_ENTRIES = 10_000
+MAX_DETAILS_CHARS = 2_000
 
 
 @dataclass(frozen=True)
@@ -34,25 +35,33 @@ class Audit:
         self._instance = instance
         self._clock = clock
 
-    async def change(self, act: Act, key: str, field: str, value: str, *, most: int) -> None:
-        """Sets a field of a hash ('': takes it out) and writes the act down. NOT_FOUND or RESOURCE_EXHAUSTED where that can't be."""
-        act = replace(act, at=self._clock())
-        call = Call("act", [key, keys.AUDIT], [field, value, json.dumps(asdict(act)), most, MAX_ENTRIES, self._instance])
-        outcome = await self._store.run(call)
+    async def change(self, act: Act, key: str, field: str, value: str, *, most: int, known: str | None = None) -> None:
+        """Sets a field of a hash ('': takes it out) and writes the act down, if the field still holds `known` (None: whatever it holds).
+
+        NOT_FOUND, RESOURCE_EXHAUSTED or ABORTED where that can't be.
+        """
+        act = self._stamped(act)
+        args: list[str | int] = [field, value, json.dumps(asdict(act)), most, MAX_ENTRIES, self._instance]
+        outcome = await self._store.run(Call("act", [key, keys.AUDIT], args if known is None else [*args, known]))
         if outcome == "none":
             raise StatusError(Code.NOT_FOUND, f"there is no {act.target}")
+        if outcome == "changed":
+            raise StatusError(Code.ABORTED, f"somebody else has changed {act.target} just now: look and try again", reason="CHANGED")
         if outcome == "full":
             raise StatusError(Code.RESOURCE_EXHAUSTED, f"there are {most} already: take some out first", reason="TOO_MANY")
         _tell(act)
 
     async def refused(self, act: Act, error: StatusError) -> None:
         """Writes an attempt down that came to nothing. While Redis is away the log alone has it."""
-        act = replace(act, at=self._clock(), outcome=error.code.name)
+        act = replace(self._stamped(act), outcome=error.code.name)
         _tell(act)
         try:
             await self._store.commands(["LPUSH", keys.AUDIT, json.dumps(asdict(act))], ["LTRIM", keys.AUDIT, 0, MAX_ENTRIES - 1])
         except StatusError:
             LOG.warning("audit_not_stored", act=act.act, target=act.target)
+
+    def _stamped(self, act: Act) -> Act:
+        return replace(act, at=self._clock(), details=act.details[:MAX_DETAILS_CHARS])
 
     async def latest(self, num: int) -> list[Act]:
         """Newest first."""

@@ -17,10 +17,12 @@ from services.scheduler.policy.pace import Pace, retry_seconds
 from services.scheduler.policy.rules import Rules
 from services.scheduler.quota import Over, refusal
 from services.scheduler.registry import Registry
+from services.scheduler.uptime import Uptime
 from services.scheduler.waiting import Position, Waiter, Waiting, deadline_passed, superseded
 
 LOG = log.get(__name__)
 _SOON_SECONDS = 0.05
+_GAP_SECONDS = 2.0  # beyond a round's own time: so long this process was stopped, or as good as
 
 
 class Keeper:
@@ -46,7 +48,7 @@ class Keeper:
         self._orgs = orgs
         self._poll_seconds = poll_seconds
         self._no_worker_seconds = no_worker_seconds
-        self._started_at = time.monotonic()
+        self._uptime = Uptime(time.monotonic(), poll_seconds + _GAP_SECONDS)
         self._random = random.Random()  # noqa: S311  # it scatters retries
         self._paces: dict[str, Pace] = {}
         self._asked = asyncio.Event()
@@ -57,6 +59,7 @@ class Keeper:
         while True:
             with suppress(StatusError):  # Redis is away.
                 await self._keep_house()
+            self._uptime.since(time.monotonic())
             self._refuse_unserved()
             await asyncio.sleep(self._poll_seconds)
 
@@ -116,10 +119,10 @@ class Keeper:
             self._refuse(waiter, num_waiting, shed=True)
 
     def unserved(self, ticket: Ticket) -> StatusError | None:
-        """UNAVAILABLE if no worker has served the ticket's model for too long. A scheduler that has just started doesn't know yet."""
+        """UNAVAILABLE if no worker has served the ticket's model for too long. One that has just started, or woken, doesn't know yet."""
         now = time.monotonic()
         served_at = self._registry.served_at(ticket, now)
-        if now - max(served_at or 0.0, self._started_at) <= self._no_worker_seconds:
+        if now - max(served_at or 0.0, self._uptime.since(now)) <= self._no_worker_seconds:
             return None
         what = f"{ticket.model} in version {ticket.model_version}" if ticket.model_version else ticket.model
         since = "" if served_at is None else f" for {now - served_at:.0f} s"

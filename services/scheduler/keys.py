@@ -64,6 +64,7 @@ _PARTS = {
 EVENTS = PREFIX + _PARTS["events"]
 SERVING = PREFIX + _PARTS["serving"]
 QUEUES = PREFIX + _PARTS["queues"]
+WAITING = PREFIX + _PARTS["waiting"]
 HELD = PREFIX + _PARTS["held"]
 STARTING = PREFIX + _PARTS["starting"]
 RUNNING = PREFIX + _PARTS["running"]

@@ -172,14 +172,14 @@ class Ledger:
     async def view(self, workers: Sequence[Worker], max_heads: int, *, preemptible: bool) -> View:
         """The workers that may be used, with their room in use, and the first tickets of every queue of a class that has room at all."""
         args = [max_heads, int(preemptible), *(w.max_slots for w in workers)]
-        rows, queues, recent = await self._store.run(Call("view", [keys.QUEUES, *(keys.worker(w.worker_id) for w in workers)], args))
+        rows, queues, recent = await self._store.run(Call("view", [keys.WAITING, *(keys.worker(w.worker_id) for w in workers)], args))
         usable = [
             replace(w, used_slots=tuple(row[2:6]), used_blocks=tuple(row[6:10]), org_blocks=dict(zip(row[10::2], row[11::2], strict=True)))
             for w, row in zip(workers, rows, strict=True)
             if row[0] == w.incarnation and row[1]
         ]
-        fifos = [Fifo([_read_spec(*head) for head in heads], float(served), bool(cut)) for served, cut, *heads in queues]
-        return View(usable, fifos, {model: [0.0, *map(float, tokens)] for model, *tokens in recent})
+        fifos = [Fifo([_read_spec(*head) for head in heads], float(served), bool(cut)) for served, cut, *heads in json.loads(queues)]
+        return View(usable, fifos, {model: [0.0, *map(float, tokens)] for model, *tokens in json.loads(recent)})
 
     async def commit(self, placements: Sequence[Placement], rules: Rules) -> list[Lease | str]:
         """A lease for each placement that still holds; why not, for the others."""
@@ -284,7 +284,7 @@ def _read_spec(request_id: str, spec: str, order: str, excluded: str, delivered:
     return Ticket(
         request_id=request_id,
         order=int(order),
-        excluded_workers=frozenset(json.loads(excluded)),
+        excluded_workers=frozenset(json.loads(excluded)) if excluded != "[]" else frozenset(),
         num_delivered_tokens=delivered,
         asked_seconds=asked_ms / 1000,
         waited_seconds=waited_ms / 1000,

@@ -11,7 +11,7 @@ from services.common.errors import Code, StatusError, invalid
 from services.policy.classes import CLASS_NAMES
 from services.policy.document import Node, PolicyError, Scalar, Sequence
 from services.policy.fields import name
-from services.policy.org import ANY_ORG, OrgPolicy
+from services.policy.org import ANY_ORG, OrgPolicy, idle_burst
 from services.policy.policy import LIMIT_READERS, Policy
 from services.policy.watched import PolicyFile
 from services.scheduler import keys
@@ -20,6 +20,8 @@ from services.scheduler.store import Store
 
 LOG = log.get(__name__)
 MAX_OVERRIDDEN = 10_000
+MAX_KNOWN = 10_000
+"""Policies to remember, which the queue's order asks for at every ticket."""
 _CLASS_WORDS = {number: word for word, number in CLASS_NAMES.items()}
 _READERS = {"tier": name, **LIMIT_READERS}
 
@@ -32,6 +34,8 @@ class Orgs:
         self.file = file
         self._texts: dict[str, str] = {}
         self._overrides: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, OrgPolicy] = {}
+        self._known_by: Policy | None = None
 
     @property
     def policy(self) -> Policy:
@@ -40,7 +44,12 @@ class Orgs:
 
     def get(self, org: str) -> OrgPolicy:
         """The org's policy, complete."""
-        return self.policy.org(org, self._overrides.get(org))
+        policy = self.policy
+        if policy is not self._known_by or len(self._known) > MAX_KNOWN:
+            self._known, self._known_by = {}, policy
+        if org not in self._known:
+            self._known[org] = policy.org(org, self._overrides.get(org))
+        return self._known[org]
 
     def all(self) -> list[OrgPolicy]:
         """Of every org that the file or an operator names, by name; the first is what all others have."""
@@ -52,12 +61,17 @@ class Orgs:
         """Orgs that an operator has set something of, by name."""
         return sorted(self._overrides)
 
+    def stored(self, org: str) -> str:
+        """The org's overrides as Redis had them when they were read last; empty if it had none."""
+        return self._texts.get(org, "")
+
     async def refresh(self) -> None:
         """Reads the overrides. StatusError UNAVAILABLE while Redis is away: the last ones stay."""
         (flat,) = await self._store.commands(["HGETALL", keys.ORGS])
         texts = dict(zip(flat[::2], flat[1::2], strict=True))
         if texts != self._texts:
             self._texts, self._overrides = texts, {org: _fields(json.loads(text)) for org, text in texts.items()}
+            self._known_by = None
 
     def overrides_with(self, org: str, policy: types_pb2.OrgPolicy, fields: abc.Sequence[str]) -> str:
         """The org's overrides with these fields set, as they are stored. INVALID_ARGUMENT names a field that can't be so."""
@@ -70,6 +84,9 @@ class Orgs:
         if found.get("tier", "") not in ("", *self.policy.tiers):
             tiers = ", ".join(self.policy.tiers) or "none"
             raise invalid("tier", f"tier is {found['tier']}, which the policy file doesn't have; it has: {tiers}")
+        burst = idle_burst(found, self.policy.org(org, found))
+        if burst in fields:
+            raise invalid(burst, f"{burst} means nothing without {burst.replace('burst', 'per_minute')}: set that too")
         return json.dumps(found)
 
     def check(self, ticket: Ticket) -> None:

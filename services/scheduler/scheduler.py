@@ -119,6 +119,11 @@ class Scheduler:
         """A name for a Place stream, unique in the mesh."""
         return f"{self._instance}/{next(self._holders)}"
 
+    def room(self) -> None:
+        """A worker may have more of it. Where nobody waits, here or by the last survey, there is nothing to look for."""
+        if self.waiting or self.keeper.survey.queues:
+            self.dispatcher.wake()
+
     def placed(self, lease: Lease, line: str) -> None:
         """A lease was committed, here or elsewhere."""
         self.keeper.left(line)

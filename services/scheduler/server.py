@@ -90,7 +90,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         await enqueuing  # Or it would be queued behind our back.
         if not waiter.enqueued or not await self._scheduler.ledger.withdraw(waiter.ticket.request_id, waiter.holder, reason):
             return
-        self._scheduler.dispatcher.wake()
+        self._scheduler.room()
         self._scheduler.metrics.finished.labels(waiter.ticket.model, class_label(waiter.ticket.latency_class), reason).inc()
 
     def _admit(self, request: scheduler_pb2.PlaceRequest, context: PlaceContext) -> Waiter:
@@ -149,7 +149,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         except StatusError as error:
             await errors.abort(context, error)
         if ended:
-            self._scheduler.dispatcher.wake()
+            self._scheduler.room()
             self._scheduler.metrics.ended(line, finish_label(request))
         return scheduler_pb2.FinishResponse(ended=ended)
 
@@ -228,7 +228,7 @@ class Attachment:
         if revoked:
             leases = [scheduler_pb2.LeaseProgress(request_id=request_id, epoch=epoch) for request_id, epoch in revoked]
             await self._context.write(scheduler_pb2.AttachResponse(revoke=scheduler_pb2.Revoke(leases=leases)))
-        self._scheduler.dispatcher.wake()
+        self._scheduler.room()
 
     def end(self) -> None:
         """The stream is over. Unless this scheduler is leaving or a newer stream is here, the worker is down for all."""

@@ -64,13 +64,13 @@ class Waiter:
         return self._outcome is not None
 
     async def next(self) -> Lease | Position:
-        """The lease, or a new position, at most one each `tell_seconds`. Raises the StatusError that ended the wait."""
+        """The lease, or a position that is news, at most one each `tell_seconds`. Raises the StatusError that ended the wait."""
         while True:
             if isinstance(self._outcome, StatusError):
                 raise self._outcome
             if self._outcome is not None:
                 return self._outcome
-            unsaid = self._position is not None and self._position.ahead != self._told
+            unsaid = self._is_news(self._position)
             pause = self._tell_at - time.monotonic()
             if self._position is not None and unsaid and pause <= 0:
                 self._told, self._tell_at = self._position.ahead, time.monotonic() + self._tell_seconds
@@ -79,6 +79,12 @@ class Waiter:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause if unsaid else None):
                     await self._news.wait()
+
+    def _is_news(self, position: Position | None) -> bool:
+        """Far behind, a few places mean nothing: to tell a thousand streams of each would cost more than to place them."""
+        if position is None or self._told is None:
+            return position is not None
+        return abs(position.ahead - self._told) > self._told // 10
 
 
 class Waiting:

@@ -80,6 +80,13 @@ async def test_coming_again_takes_nothing_more(bench: QuotaBench) -> None:
     assert await bench.live() == {"a"}
 
 
+async def test_a_lease_asked_for_again_says_what_is_left_of_full_buckets_too(bench: QuotaBench) -> None:
+    await _place(bench)
+    await bench.advance(MINUTE)
+    again = await bench.enqueue(make_ticket("a"), "h2", org=LIMITS)
+    assert again.quota == QuotaState(Bucket(60, 60, 0.0), Bucket(600, 600, 0.0))
+
+
 async def test_finish_settles_to_what_was_used(bench: QuotaBench) -> None:
     await _place(bench)
     assert (await bench.ledger.finish("a", 1, Settlement(16, 5)))[0]
@@ -116,6 +123,19 @@ async def test_withdrawn_and_dropped_tickets_are_given_back_whole(bench: QuotaBe
     assert await bench.spent() == (0, 0)
     assert await bench.live() == set()
     assert await bench.raw("EXISTS", keys.quota("acme")) == 0
+
+
+async def test_a_ticket_that_is_put_out_for_another_is_given_back_whole(redis_server) -> None:
+    async with quota_bench(redis_server.url, max_queued=1) as bench:
+        assert await bench.take(make_ticket("batch", latency_class=3), LIMITS)
+        assert not await bench.take(make_ticket("urgent", latency_class=1), limited(tokens_per_minute=33)), (
+            "nobody is put out for a refusal"
+        )
+        assert await bench.waiting() == ["batch"]
+        assert await bench.take(make_ticket("urgent", latency_class=1, org="other"), limited("other", tokens_per_minute=33))
+        assert await bench.waiting() == ["urgent"]
+        assert await bench.spent() == (0, 0)
+        assert await bench.live() == set()
 
 
 async def test_what_the_sweep_ends_is_settled_from_its_last_count(redis_server) -> None:

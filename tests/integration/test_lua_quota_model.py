@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from throttled import RateLimiterType, Throttled, rate_limiter, utils
 from throttled.store import MemoryStore
 
+from services.policy.org import OrgPolicy
 from services.scheduler import keys
 from services.scheduler.ledger import Lease, Settlement, Timing
 from tests.quota_bench import QuotaBench, limited, quota_bench
@@ -91,6 +92,7 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("take"), st.integers(1, 60)),
         st.tuples(st.just("pass"), st.integers(0, 30_000)),
+        st.tuples(st.just("move"), st.integers(0, 100)),
         st.tuples(st.just("end"), st.tuples(st.sampled_from(ENDS), st.integers(0, 100), st.integers(0, 60))),
     ),
     max_size=40,
@@ -122,6 +124,9 @@ async def test_whatever_ends_requests_the_buckets_are_the_models(
         elif step == "take":
             ticket = make_ticket(f"r{number}", num_prompt_tokens=1, max_tokens=how - 1)
             assert await bench.take(ticket, org) is model.take(ticket.request_id, how, live)
+        elif model.held and step == "move":
+            request_id = sorted(model.held)[how % len(model.held)]
+            await _move(bench, request_id, model.held[request_id]["tokens"], org)
         elif model.held:
             way, which, amount = how
             request_id = sorted(model.held)[which % len(model.held)]
@@ -132,6 +137,14 @@ async def test_whatever_ends_requests_the_buckets_are_the_models(
     await bench.advance(max(60_000 * 10 // rates[0], 60_000 * 200 // rates[1]) + 1)
     assert await bench.spent() == (0, 0)
     assert await bench.live() == set()
+
+
+async def _move(bench: QuotaBench, request_id: str, tokens: int, org: OrgPolicy) -> None:
+    """A request is placed, its worker lost, and it is queued again: nothing is charged."""
+    ticket = make_ticket(request_id, num_prompt_tokens=1, max_tokens=tokens - 1, excluded_workers=frozenset({"w1"}))
+    lease = await bench.commit(ticket, make_worker(slots=100, num_blocks=10_000))
+    assert isinstance(lease, Lease)
+    assert await bench.take(ticket, org, lost_epoch=lease.epoch)
 
 
 async def _end(bench: QuotaBench, request_id: str, way: str, delivered: int) -> dict[str, int]:

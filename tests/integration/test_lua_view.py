@@ -42,7 +42,7 @@ async def test_many_queues_share_the_room_that_there_is(bench: LedgerBench) -> N
         for org in range(12):
             await bench.queue(make_ticket(f"{org}/{i}", org=str(org)))
     fifos = (await bench.view(make_worker(slots=4))).fifos
-    assert [(len(fifo.tickets), fifo.cut) for fifo in fifos] == [(2, True)] * 12
+    assert [(len(fifo.tickets), fifo.cut) for fifo in fifos] == [(1, True)] * 12
     fifos = (await bench.view(make_worker(slots=28))).fifos
     assert [len(fifo.tickets) for fifo in fifos] == [3] * 12
 

@@ -104,6 +104,7 @@ async def test_fields_set_one_after_the_other_add_up(pair: Pair) -> None:
         (["kv_share"], {"kv_share": 2.0}, "kv_share", "at most 1"),
         (["requests_per_minute"], {"requests_per_minute": -1}, "requests_per_minute", "whole number"),
         (["tokens_burst"], {"tokens_burst": 10**12}, "tokens_burst", "whole number"),
+        (["requests_burst"], {"requests_burst": 5}, "requests_burst", "means nothing without requests_per_minute"),
         (["default_class"], {}, "default_class", "must be realtime or standard or batch"),
         (["models"], {"models": ["a", "a"]}, "models", "names a twice"),
         (["models"], {"models": ["\n"]}, "models", "printable"),
@@ -206,9 +207,12 @@ async def test_nobodys_hash_is_nobody(pair: Pair, key_hash: bytes) -> None:
 async def test_there_is_an_end_to_keys_and_to_the_audit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     book = Audit(pair[0].store, "s")
     await book.change(Act("a", "Set", "x"), keys.API_KEYS, "f1", "v", most=1)
+    with pytest.raises(StatusError, match="somebody else has changed x just now"):
+        await book.change(Act("a", "Set", "x"), keys.API_KEYS, "f1", "v2", most=1, known="other")
     with pytest.raises(StatusError, match="there are 1 already"):
         await book.change(Act("a", "Set", "y"), keys.API_KEYS, "f2", "v", most=1)
-    await book.change(Act("a", "Set", "again"), keys.API_KEYS, "f1", "v2", most=1)
+    await book.change(Act("a", "Set", "again", "x" * 10_000), keys.API_KEYS, "f1", "v2", most=1, known="v")
+    assert len((await book.latest(1))[0].details) == audit.MAX_DETAILS_CHARS
     assert [act.target for act in await book.latest(10)] == ["again", "x"]
     monkeypatch.setattr(audit, "MAX_ENTRIES", 3)
     for number in range(5):

@@ -13,6 +13,7 @@ from services.common.settings import SettingsError
 from services.policy.watched import PolicyFile
 from services.scheduler.__main__ import open_policy
 from services.scheduler.settings import SchedulerSettings
+from tests.conftest import RedisServer
 from tests.scheduler_harness import RunningScheduler, failure_of, fake_worker, lease_of, queue_is, running_scheduler, until, wire_ticket
 
 POLICY = """\
@@ -166,6 +167,26 @@ async def test_what_runs_goes_on_whatever_is_set(scheduler: RunningScheduler, pa
         moved = await lease_of(scheduler.place(wire_ticket("a", max_tokens=80), lost_epoch=1))
         assert moved.epoch == 2
         assert (await failure_of(scheduler.place(wire_ticket("b")))).code is Code.PERMISSION_DENIED
+
+
+async def test_a_redis_that_forgot_everything_locks_nobody_out(scheduler: RunningScheduler, redis_server: RedisServer) -> None:
+    async with fake_worker(scheduler) as worker:
+        running = [await lease_of(scheduler.place(wire_ticket(request_id))) for request_id in ("a", "b")]
+        for lease in running:
+            worker.accept(lease)
+        assert (await failure_of(scheduler.place(wire_ticket("c")))).code is Code.RESOURCE_EXHAUSTED
+        redis_server.kill()
+        redis_server.start()
+        await until(lambda: _leases_are(scheduler, 2))
+        assert (await lease_of(scheduler.place(wire_ticket("c")))).quota.requests_remaining == 1
+        assert [await _finish(scheduler, lease) for lease in running] == [True, True]
+
+
+async def _leases_are(scheduler: RunningScheduler, num: int) -> bool:
+    try:
+        return (await scheduler.scheduler.ledger.survey()).num_leases == num
+    except StatusError:
+        return False
 
 
 async def test_a_bad_change_is_counted_and_changes_nothing(scheduler: RunningScheduler, path: Path, clock: Clock) -> None:

@@ -1,8 +1,11 @@
 -- An operator's act: sets a field of a hash, or takes it out, and writes the act down; both or neither. Other schedulers are told.
 -- KEYS: 1 hash, 2 audit
--- ARGV: 1 field, 2 its value, or '' to take it out, 3 audit entry, 4 most fields in the hash, 5 most audit entries, 6 scheduler instance
--- Output: 'done', 'none' (there is nothing to take out) or 'full'; of these nothing is written down
-local exists = redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1
+-- ARGV: 1 field, 2 its value, or '' to take it out, 3 audit entry, 4 most fields in the hash, 5 most audit entries, 6 scheduler instance,
+--       7 what the field holds as far as the operator's scheduler knows; left out: anything
+-- Output: 'done', or with nothing changed 'none' (there is nothing to take out), 'full' or 'changed' (by somebody else just now)
+local now = redis.call('HGET', KEYS[1], ARGV[1])
+local exists = now ~= false
+if ARGV[7] and ARGV[7] ~= (now or '') then return 'changed' end
 if ARGV[2] == '' then
   if not exists then return 'none' end
   redis.call('HDEL', KEYS[1], ARGV[1])

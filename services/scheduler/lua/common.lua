@@ -20,7 +20,7 @@ local function read_ticket(id)
   return ticket
 end
 
--- Model, class and org of a queue's name.
+-- Model, class and org of a queue's or line's name.
 local function parts_of(queue)
   local parts = cjson.decode(queue)
   return parts[1], parts[2], parts[3]
@@ -73,7 +73,7 @@ end
 local function mark_ended(t, reason, used)
   redis.call('HSET', K.ticket .. t.id, 'state', 'ended', 'reason', reason)
   redis.call('EXPIRE', K.ticket .. t.id, ENDED_SECONDS)
-  if reason ~= 'lost' then settle(t, used) end
+  if reason ~= 'lost' then settle(t, reason, used) end
 end
 
 -- Ends a queued ticket.

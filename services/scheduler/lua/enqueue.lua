@@ -7,6 +7,7 @@
 -- Output: {'queued', quota state, order, ms waited, ms left} | {'placed', quota state, lease...} | {'finished'} | {'expired'} |
 --         {'full', tickets waiting for the model} | {'shed', the same} | {'over', quota state, kinds, ms until the buckets have enough}
 local id, queue, line, lost, known, most = ARGV[1], ARGV[3], ARGV[4], tonumber(ARGV[9]), tonumber(ARGV[11]), tonumber(ARGV[12])
+local org, quota = cjson.decode(queue)[3], cjson.decode(ARGV[14])
 local t = read_ticket(id)
 
 -- Tickets waiting for the model, whether one more may, and who is put out for it: the newest of the least urgent class below this one.
@@ -30,7 +31,7 @@ local depth, fits, victim
 if t and t.state == 'placed' then
   if lost < tonumber(t.epoch) then
     redis.call('HSET', KEYS[1], 'holder', ARGV[7])
-    return {'placed', quota_state(read_debts(cjson.decode(queue)[3])), unpack(lease_of(t))}
+    return {'placed', quota_state(debts_under(org, quota.limits)), unpack(lease_of(t))}
   end
   -- Refused by a worker that this gateway can reach: it has less room than we think, until its next heartbeat says how much.
   local excluded = false
@@ -55,8 +56,7 @@ if tonumber(deadline) <= NOW then
   return {'expired'}
 end
 
-local quota = cjson.decode(ARGV[14])
-local state, short, wait = reserve(id, cjson.decode(queue)[3], quota, lost > 0 or known > 0)
+local state, short, wait = reserve(id, org, quota, lost > 0 or known > 0)
 if short then return {'over', state, short, wait} end
 if victim then
   drop(read_ticket(victim), 'shed')

@@ -46,6 +46,19 @@ local function quota_state(debts)
   return state
 end
 
+-- Debts under the limits of a policy: {requests: {rate, burst}, tokens: {rate, burst}}. A smaller bucket begins empty at most: what a larger one
+-- held would lock the org out.
+local function debts_under(org, limits)
+  local debts = read_debts(org)
+  for _, kind in ipairs(KINDS) do
+    local debt, rate, burst = debts[kind], limits[kind][1], limits[kind][2]
+    if rate ~= debt.rate or burst ~= debt.burst then
+      debts[kind] = {units = rate > 0 and math.min(debt.units, burst * UNITS) or 0, rate = rate, burst = burst}
+    end
+  end
+  return debts
+end
+
 -- What the debts hold for a ticket: requests, tokens.
 local function charged(id)
   local f = redis.call('HMGET', K.ticket .. id, 'charged_requests', 'charged_tokens')
@@ -65,18 +78,13 @@ end
 
 -- Takes a request and its tokens from both buckets and a place among the org's live tickets, or nothing at all. What the ticket holds already
 -- isn't taken again. `forced`: it is running or has a place in the queue, so it is taken whatever there is.
--- quota: {tokens: to reserve, live: most tickets or 0, limits: {requests: {rate, burst}, tokens: {rate, burst}}}
+-- quota: {tokens: to reserve, live: most tickets or 0, limits: see debts_under}
 -- Returns the state, and unless it was taken: the kinds that stood in the way, and ms until the buckets have enough.
 local function reserve(id, org, quota, forced)
-  local debts, held, wanted = read_debts(org), charged(id), {requests = 1, tokens = quota.tokens}
+  local debts, held, wanted = debts_under(org, quota.limits), charged(id), {requests = 1, tokens = quota.tokens}
   local short, wait = {}, 0
   for _, kind in ipairs(KINDS) do
-    local debt, limit = debts[kind], quota.limits[kind]
-    -- A smaller bucket begins empty at most: what a larger one held would lock the org out.
-    if limit[1] ~= debt.rate or limit[2] ~= debt.burst then
-      debt.rate, debt.burst = limit[1], limit[2]
-      debt.units = debt.rate > 0 and math.min(debt.units, debt.burst * UNITS) or 0
-    end
+    local debt = debts[kind]
     local more = (wanted[kind] - held[kind]) * UNITS
     local over = debt.units + more - debt.burst * UNITS
     if debt.rate > 0 and more > 0 and over > 0 then

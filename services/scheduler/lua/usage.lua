@@ -19,16 +19,17 @@ local function record(t, org, amounts)
   redis.call('HSET', K.ticket .. t.id, 'recorded', cjson.encode(amounts), 'recorded_day', day)
 end
 
--- A ticket ends. `used`: {prompt, completion, cached, failed: 1 or 0, free: whether nothing is charged}, as its gateway says it. Without: what is
+-- A ticket ends for a reason. `used`: {prompt, completion, cached, failed: 1 or 0, free: whether nothing is charged}, as its gateway says it. Without: what is
 -- known of it; nothing if the client has nothing. A lease taken from a worker's word alone is nobody's.
-local function settle(t, used)
+local function settle(t, reason, used)
   if not t.queue then return end
   local _, _, org = unpack(cjson.decode(t.queue))
   local f = redis.call('HMGET', K.ticket .. t.id, 'prompt', 'reserved', 'delivered')
   if not used then
     local completion = math.max(tonumber(t.tokens or 0), tonumber(f[3] or 0))
     local free = completion == 0
-    used = {prompt = free and 0 or tonumber(f[1] or 0), completion = completion, cached = 0, failed = 1, free = free}
+    used = {prompt = free and 0 or tonumber(f[1] or 0), completion = completion, cached = 0,
+            failed = reason == 'withdrawn' and 0 or 1, free = free}
   end
   redis.call('SREM', K.live .. org, t.id)
   local tokens = math.min(used.prompt + used.completion, tonumber(f[2] or 0))

@@ -1,10 +1,10 @@
 -- What the policy decides on: the room of some workers, whose turn it is, and the first tickets of all queues. Reads only.
--- KEYS: 1 queues, 2.. workers
+-- KEYS: 1 waiting, 2.. workers
 -- ARGV: 1 most tickets of each queue, 2 1 if a class may take the room of lower ones, then for each worker its slots in all
 -- Output: {workers: {incarnation or '', 1 if it may be used else 0, slots of classes 0..3, blocks of classes 0..3, org, its blocks, ...},
---          queues: {tokens served, 1 if more wait behind, {request id, spec, order, excluded (JSON), tokens delivered,
+--          queues (JSON): {tokens served, 1 if more wait behind, {request id, spec, order, excluded (JSON), tokens delivered,
 --                   ms since its Place call, ms since its arrival}...}, none of a class for which no worker has a free slot,
---          tokens placed lately: {model, of classes 1..3}}
+--          tokens placed lately (JSON): {model, of classes 1..3}}
 local workers, free = {}, {0, 0, 0}
 for i = 2, #KEYS do
   local flat, w, orgs = redis.call('HGETALL', KEYS[i]), {}, {}
@@ -47,29 +47,21 @@ local function heads(queue, most)
   return found, 0
 end
 
-local names, num_queues, placed, models = {}, {}, {}, {}
-for _, queue in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  local model, class = parts_of(queue)
+local queues, placed, models = {}, {}, {}
+for _, line in ipairs(redis.call('HKEYS', KEYS[1])) do
+  local model, class = parts_of(line)
   if free[class] > 0 then
-    local line = class .. ':' .. model
-    names[#names + 1] = {queue, line, class}
-    num_queues[line] = (num_queues[line] or 0) + 1
+    local turns = redis.call('ZRANGE', K.turns .. line, 0, -1, 'WITHSCORES')
+    -- More than the free slots, because some may have to wait for a certain worker. What is left out has its turn in the next round.
+    local most = math.min(tonumber(ARGV[1]), math.ceil((free[class] + 8) / math.max(1, #turns / 2)))
+    for i = 1, #turns, 2 do
+      local found, cut = heads(turns[i], most)
+      if found[1] then queues[#queues + 1] = {turns[i + 1], cut, unpack(found)} end
+    end
     if not models[model] then
       models[model] = true
-      placed[#placed + 1] = {model}
-      for _, tokens in ipairs(recent_tokens(K.recent .. model)) do table.insert(placed[#placed], real(tokens)) end
+      placed[#placed + 1] = {model, unpack(recent_tokens(K.recent .. model))}
     end
   end
 end
-
-local queues = {}
-for _, name in ipairs(names) do
-  -- More than the free slots, because some may have to wait for a certain worker. What is left out has its turn in the next round.
-  local most = math.max(2, math.ceil((free[name[3]] + 8) / num_queues[name[2]]))
-  local found, cut = heads(name[1], math.min(tonumber(ARGV[1]), most))
-  if found[1] then
-    local line = redis.call('HGET', K.ticket .. found[1][1], 'line')
-    queues[#queues + 1] = {redis.call('ZSCORE', K.turns .. line, name[1]) or '0', cut, unpack(found)}
-  end
-end
-return {workers, queues, placed}
+return {workers, cjson.encode(queues), cjson.encode(placed)}

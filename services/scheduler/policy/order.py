@@ -59,7 +59,10 @@ def expected_output(ticket: Ticket, output_estimate: int) -> int:
 
 
 _Entry = tuple[float, int, str, Fifo, int]
-"""Tokens served, order, request id (no two entries are equal up to here), the fifo and the ticket's index in it."""
+"""Tokens served, order, request id (no two entries are equal up to here), the fifo and the ticket's index in it.
+
+One index past its end, it stands for the next ticket behind a cut, of which is known only that it came later than the last.
+"""
 
 
 @dataclass
@@ -70,20 +73,21 @@ class _Line:
     recent: list[float]
     entries: list[_Entry] = field(default_factory=list)
 
-    def push(self, served: float, fifo: Fifo, index: int, *, fifo_only: bool) -> None:
-        ticket = fifo.tickets[index]
-        heapq.heappush(self.entries, (0.0 if fifo_only else served, ticket.order, ticket.request_id, fifo, index))
+    def push(self, served: float, fifo: Fifo, index: int, *, by_arrival: bool) -> None:
+        ticket = fifo.tickets[min(index, len(fifo.tickets) - 1)]
+        heapq.heappush(self.entries, (0.0 if by_arrival else served, ticket.order, ticket.request_id, fifo, index))
 
     @property
     def next(self) -> Ticket:
+        """The next ticket, or the last one known before it."""
         _, _, _, fifo, index = self.entries[0]
-        return fifo.tickets[index]
+        return fifo.tickets[min(index, len(fifo.tickets) - 1)]
 
 
 class Order:
     """Iterates over the tickets, and is told of each that was placed, as that changes who is next.
 
-    recent: model -> tokens placed of it lately, by class 0 .. 3. Ends early when the next ticket is one behind a cut.
+    recent: model -> tokens placed of it lately, by class 0 .. 3. Ends early when it is the turn of a ticket behind a cut.
     """
 
     def __init__(self, fifos: Iterable[Fifo], rules: Rules, recent: Mapping[str, Sequence[float]] | None = None) -> None:
@@ -99,7 +103,7 @@ class Order:
             name = ("", 0) if rules.fifo else (model, latency_class)
             tokens = shares.setdefault(model, [0.0] * 4)
             line = self._lines.setdefault(name, _Line(latency_class, tokens))
-            line.push(fifo.served, fifo, 0, fifo_only=rules.fifo)
+            line.push(fifo.served, fifo, 0, by_arrival=rules.fifo)
 
     def placed(self) -> None:
         """The ticket of the last turn has found its place."""
@@ -110,6 +114,8 @@ class Order:
             line = min(lines, key=self._rank)
             starving = self._is_starving(line)
             served, _, _, fifo, index = heapq.heappop(line.entries)
+            if index == len(fifo.tickets):
+                return
             ticket = fifo.tickets[index]
             self._placed = False
             yield Turn(ticket, first_of_all=starving or self._rules.fifo)
@@ -117,10 +123,9 @@ class Order:
                 tokens = ticket.num_prompt_tokens + expected_output(ticket, self._rules.output_estimate)
                 served += tokens / self._rules.org(ticket.org).weight
                 line.recent[ticket.latency_class] += tokens
-            if index + 1 < len(fifo.tickets):
-                line.push(served, fifo, index + 1, fifo_only=self._rules.fifo)
-            elif fifo.cut and self._placed:
-                return
+            # Where the last one known found no room, the next one would find none either.
+            if index + 1 < len(fifo.tickets) or (fifo.cut and self._placed):
+                line.push(served, fifo, index + 1, by_arrival=self._rules.fifo)
 
     def _rank(self, line: _Line) -> tuple[bool, float, int, int, str]:
         ticket = line.next

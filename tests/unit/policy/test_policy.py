@@ -76,6 +76,11 @@ def test_a_name_is_a_name_whatever_yaml_makes_of_it() -> None:
     assert "no" in parse(WHOLE).orgs
 
 
+def test_an_org_may_lift_its_tiers_limit() -> None:
+    org = parse("tiers:\n  a: {tokens_per_minute: 5, tokens_burst: 9}\norgs:\n  x: {tier: a, tokens_per_minute: 0}\n").org("x")
+    assert (org.tokens_per_minute, org.tokens_burst) == (0, 0)
+
+
 def test_a_default_class_above_the_ceiling_is_lowered() -> None:
     assert parse(WHOLE).org("no").default_class == STANDARD
 
@@ -163,6 +168,8 @@ def test_a_file_that_says_nothing_limits_nobody(text: str) -> None:
         ("tiers:\n  a:\n    models: [x, x]\n", 3, "names x twice"),
         ("tiers:\n  a:\n    ceiling_class: fast\n", 3, "must be realtime or standard or batch"),
         ("tiers:\n  a: {weight: [1]}\n", 2, "not a list"),
+        ("tiers:\n  a:\n    weight: 1\n    requests_burst: 5\n", 4, "tiers.a.requests_burst means nothing without requests_per_minute"),
+        ("orgs:\n  a:\n    tokens_burst: 5\n", 3, "orgs.a.tokens_burst means nothing without tokens_per_minute"),
         ("tiers:\n  a: 7\n", 2, "must be a mapping"),
         ("orgs:\n  a:\n  b:\n  a:\n", 4, "'a' is here for the second time; the first is in line 2"),
         ('orgs:\n  "*":\n    weight: 2\n', 3, "can't be called"),
@@ -214,3 +221,11 @@ def test_any_text_is_a_policy_or_an_error_with_a_line(text: str) -> None:
         policy = None
         lines = error.line
     assert policy is not None or lines >= 1
+
+
+def test_the_example_is_one_that_works() -> None:
+    example = load(Path(__file__).parents[3] / "deploy" / "policy.example.yaml")
+    assert example.org("acme").default_class == REALTIME
+    assert example.org("anybody else").tokens_per_minute == 20_000
+    assert example.may_use(example.org("nightly-reports"), "smollm2-135m-instruct@int4")
+    assert not example.may_use(example.org("nightly-reports"), "another@int4")

@@ -164,11 +164,13 @@ def test_a_ticket_that_found_no_room_is_not_charged() -> None:
 
 
 def test_nothing_goes_ahead_of_a_ticket_that_was_not_read() -> None:
-    """Two of a's were read; when both are placed, the third may be next, so this round ends."""
+    """Two of a's were read; when both are placed, and it is the third one's turn, this round ends."""
     a = Fifo([_ticket(f"a{i}", org="a", order=i) for i in range(2)], 0.0, cut=True)
-    b = Fifo([_ticket("b0", org="b", order=9)], 15.0)
-    assert _in_order(Order([a, b], RULES)) == ["a0", "a1"]
-    assert [turn.ticket.request_id for turn in Order([a, b], RULES)] == ["a0", "a1", "b0"], "without room its third has none either"
+    b = Fifo([_ticket(f"b{i}", org="b", order=5 + i) for i in range(3)], 15.0)
+    assert _in_order(Order([a, b], RULES)) == ["a0", "a1", "b0"]
+    assert [turn.ticket.request_id for turn in Order([a, b], RULES)] == ["a0", "a1", "b0", "b1", "b2"], (
+        "without room its third has none either"
+    )
 
 
 def test_a_ticket_that_comes_back_keeps_its_old_place() -> None:
