@@ -74,6 +74,8 @@ class Placement:
                 return lease
             except StatusError as error:
                 self._asking = False
+                if error.reason == "MODEL_NOT_ALLOWED":  # since it was admitted: what isn't the org's isn't there
+                    raise StatusError(Code.NOT_FOUND, f"there is no model {self._model.name}", reason="MODEL_NOT_FOUND") from None
                 if error.code is not Code.UNAVAILABLE:
                     raise
                 if not self._epoch and excluded:

@@ -23,7 +23,7 @@ def test_a_file_that_can_be_used(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text(GOOD)
     assert run("policy", "check", str(file)) == f"{file} can be used: 1 tiers, 1 orgs, 1 models\n"
-    assert json.loads(run("policy", "check", str(file), "--json")) == {"usable": True, "tiers": 1, "orgs": 1, "models": 1}
+    assert json.loads(run("policy", "check", str(file), "--json")) == {"usable": True, "problems": []}
 
 
 @pytest.mark.parametrize("command", [("policy", "check"), ("up", "--policy")])
@@ -39,11 +39,21 @@ def test_what_is_wrong_is_one_line_with_the_file_s(tmp_path: Path, monkeypatch: 
         run(*command, str(tmp_path / "none.yaml"))
 
 
+def test_every_problem_is_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(BAD + "orgs:\n  acme:\n    weight: -1\n    colour: red\n")
+    with pytest.raises(Problem) as caught:
+        run("policy", "check", str(file))
+    lines = [*caught.value.details, str(caught.value)]
+    assert [line.removeprefix(f"{file}:").partition(":")[0] for line in lines] == ["3", "6", "7"]
+
+
 def test_programs_get_the_line_as_a_number(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text(BAD)
     result = CliRunner().invoke(app, ["policy", "check", str(file), "--json"])
     assert result.exit_code == 1
     found = json.loads(result.stdout)
-    assert (found["usable"], found["line"]) == (False, 3)
-    assert found["problem"].startswith("tiers.free.requests_per_minute is lots")
+    (problem,) = found["problems"]
+    assert (found["usable"], problem["line"]) == (False, 3)
+    assert problem["problem"].startswith("tiers.free.requests_per_minute is lots")

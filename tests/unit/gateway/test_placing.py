@@ -72,6 +72,17 @@ async def test_a_full_queue_is_the_mesh_s_answer_whoever_gives_it() -> None:
         await mesh.close()
 
 
+async def test_a_model_that_has_just_been_taken_from_the_org_is_not_there() -> None:
+    scheduler = FakeScheduler([])
+    async with serving(scheduler):
+        mesh = Mesh([scheduler.address], PATIENT)
+        scheduler.refusals.append(StatusError(Code.PERMISSION_DENIED, "acme may not use tiny@fp32", reason="MODEL_NOT_ALLOWED"))
+        with pytest.raises(StatusError, match=r"^there is no model tiny$") as failure:
+            await placement(mesh).lease(0)
+        assert (failure.value.code, failure.value.reason) == (Code.NOT_FOUND, "MODEL_NOT_FOUND")
+        await mesh.close()
+
+
 async def test_nobody_there_is_said_without_an_address() -> None:
     scheduler = FakeScheduler([])
     async with serving(scheduler):
