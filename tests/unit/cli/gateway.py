@@ -29,7 +29,11 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
             await context.abort(grpc.StatusCode.NOT_FOUND, "no model is called none: see ListModels")
         if request.messages[-1].content == "little room" and request.sampling.max_tokens > 100:
             await abort(context, invalid("max_tokens", f"max_tokens is {request.sampling.max_tokens}: there is room for 100"))
-        yield inference_pb2.ChatResponse(started=inference_pb2.Started(request_id="r-1", model="tiny@fp32", seed=9, system_fingerprint="f"))
+        asked = request.latency_class or types_pb2.LATENCY_CLASS_STANDARD
+        lowered = asked if asked == types_pb2.LATENCY_CLASS_REALTIME else None
+        started = inference_pb2.Started(request_id="r-1", model="tiny@fp32", seed=9, system_fingerprint="f", lowered_from=lowered)
+        started.latency_class = types_pb2.LATENCY_CLASS_STANDARD if lowered else asked
+        yield inference_pb2.ChatResponse(started=started)
         if request.messages[-1].content in ("forever", "break"):
             async for response in self._no_whole_answer(request.messages[-1].content, context):
                 yield response
