@@ -8,8 +8,8 @@ from services.worker.engine.batch import Draft
 from services.worker.engine.sequence import Sequence
 from services.worker.engine.speculation.drafter import Drafter, Outlook
 from services.worker.engine.speculation.speculator import Speculator
-from services.worker.engine.speculation.step_time import Load, StepTime
 from services.worker.engine.speculation.suffix_drafter import SuffixDrafter
+from services.worker.engine.step_time import Load, StepTime
 from tests.fake_runner import VOCAB_SIZE, next_token
 
 

@@ -71,7 +71,7 @@ def engine_on(
     if draft is not None:
         drafter = ModelDrafter(ModelRunner(draft, kv, rule=DRAFTING_RULES[config.verification]), clock=lambda: 0.0)
     return Engine(
-        ModelRunner(decoder, kv, config.host_blocks, RULES[config.verification]),
+        ModelRunner(decoder, kv, config.num_host_slots, RULES[config.verification]),
         config,
         vocab_size=decoder.config.vocab_size,
         eos_token_ids=decoder.config.eos_token_ids if eos_token_ids is None else eos_token_ids,
@@ -113,6 +113,7 @@ def drain(engine: Engine, into: dict[Key, TokenOutput] | None = None, max_steps:
     stats = engine.stats()
     assert stats.num_used_blocks == stats.num_running == stats.num_waiting == 0
     assert stats.num_cached_blocks + stats.num_free_blocks == stats.num_blocks
+    assert engine.batcher.tables.host.num_swapped == 0
     return whole
 
 

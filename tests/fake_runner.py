@@ -116,7 +116,7 @@ def fake_engine(
     runner = FakeRunner(
         config.num_blocks,
         config.block_size,
-        host_blocks=config.host_blocks,
+        host_blocks=config.num_host_slots,
         vocab_size=vocab_size,
         model=model,
         before_execute=before_execute,

@@ -91,6 +91,13 @@ class ToyRunner:
         self.held.clear()
         self._holds = when
 
+    def hold_later(self, when: Callable[[Batch], bool]) -> None:
+        """Lets the step that hangs run, and those behind it up to one for which `when` is true."""
+        released, self._released = self._released, threading.Event()
+        self.held.clear()
+        self._holds = when
+        released.set()
+
     def hold_at_output(self, count: int) -> None:
         """Hangs where a sequence with so many output tokens would get its next."""
         self.hold(lambda batch: any(span.sequence.num_output_tokens >= count for span in batch.spans))
@@ -225,11 +232,17 @@ def toy(
     max_sequences: int = 8,
     max_step_tokens: int = 64,
     host_blocks: int = 0,
+    swap_blocks: int = 0,
     speculator: Speculator | None = None,
 ) -> tuple[Engine, Served]:
     """The real engine on a toy runner, with blocks of 4 tokens."""
     config = EngineConfig(
-        block_size=4, num_blocks=num_blocks, max_sequences=max_sequences, max_step_tokens=max_step_tokens, host_blocks=host_blocks
+        block_size=4,
+        num_blocks=num_blocks,
+        max_sequences=max_sequences,
+        max_step_tokens=max_step_tokens,
+        host_blocks=host_blocks,
+        swap_blocks=swap_blocks,
     )
     engine = Engine(runner, config, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], speculator=speculator, clock=lambda: 0.0)
     return engine, Served(
@@ -248,6 +261,7 @@ async def serving(
     max_step_tokens: int = 64,
     speculator: Speculator | None = None,
     host_blocks: int = 0,
+    swap_blocks: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Harness]:
     """A worker on free ports, stopped at the end."""
@@ -258,6 +272,7 @@ async def serving(
         max_sequences=max_sequences,
         max_step_tokens=max_step_tokens,
         host_blocks=host_blocks,
+        swap_blocks=swap_blocks,
         speculator=speculator,
     )
     settings = WorkerSettings(model="toy", schedulers=schedulers, max_sequences=max_sequences, worker_id="w1")

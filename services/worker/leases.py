@@ -24,14 +24,12 @@ MAX_ENDED = 10_000
 class Lease:
     """One request here, under one epoch: the sink of its outputs, and its account."""
 
-    def __init__(
-        self, request_id: str, epoch: int, request: EngineRequest, outbox: Outbox, metrics: Metrics, num_prompt_blocks: int
-    ) -> None:
+    def __init__(self, request_id: str, epoch: int, request: EngineRequest, outbox: Outbox, metrics: Metrics, block_size: int) -> None:
         self.request_id = request_id
         self.epoch = epoch
         self.request = request
         self.outbox = outbox
-        self.num_prompt_blocks = num_prompt_blocks
+        self.block_size = block_size
         self.num_sequences = request.n - len(request.finished_choices)
         self.num_new_tokens = 0
         self.num_cached_tokens = 0
@@ -47,6 +45,12 @@ class Lease:
     def num_output_tokens(self) -> int:
         """Output tokens over all choices, those from before a move included."""
         return sum(map(len, self.request.delivered)) + self.num_new_tokens
+
+    @property
+    def num_wanted_blocks(self) -> int:
+        """Cache blocks that it needs to start, or to go on."""
+        num_prompt_blocks = -(-len(self.request.prompt_token_ids) // self.block_size)
+        return num_prompt_blocks + self.num_output_tokens // self.block_size
 
     @property
     def usage(self) -> types_pb2.Usage:
@@ -106,14 +110,16 @@ class Leases:
         metrics: Metrics,
         *,
         max_sequences: int,
+        preemption: bool = True,
         pace: Pace | None = None,
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_room` is called whenever a lease ends."""
+        """`preemption`: the engine takes room from lower classes. `on_room` is called whenever a lease ends."""
         self._loop = loop
         self._served = served
         self._metrics = metrics
         self._max_sequences = max_sequences
+        self._preemption = preemption
         self._pace = pace or Pace()
         self._live: dict[str, Lease] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()  # request id -> highest epoch that is over
@@ -136,7 +142,7 @@ class Leases:
             request,
             Outbox(self._pace, num_choices=request.n - len(request.finished_choices), num_streams=self.__len__),
             self._metrics,
-            -(-len(request.prompt_token_ids) // self._served.block_size),
+            self._served.block_size,
         )
         self._check_room(lease)
         self._live[lease.request_id] = lease
@@ -228,15 +234,16 @@ class Leases:
 
     def _check_room(self, new: Lease) -> None:
         """Refuses what would wait too long. Only leases of the same or a higher class count: the engine preempts the others for it."""
-        rivals = [lease for lease in self._live.values() if lease.request.latency_class <= new.request.latency_class]
+        lowest = new.request.latency_class if self._preemption else types_pb2.LATENCY_CLASS_BATCH
+        rivals = [lease for lease in self._live.values() if lease.request.latency_class <= lowest]
         num_held = sum(lease.num_sequences for lease in rivals)
         # A request wider than the slots is let in when nothing else runs, else it never would be.
         if rivals and num_held + new.num_sequences > self._max_sequences + MAX_WAITING:
             self._refuse(f"{num_held} sequences of {self._max_sequences} slots and {MAX_WAITING} waiting places are here")
         num_available, num_starved = self._num_available_blocks(rivals), 0
         for lease in (*(lease for lease in rivals if self.is_waiting(lease)), new):
-            if not num_starved and lease.num_prompt_blocks <= num_available:
-                num_available -= lease.num_prompt_blocks
+            if not num_starved and lease.num_wanted_blocks <= num_available:
+                num_available -= lease.num_wanted_blocks
             elif lease is new and num_starved >= MAX_WAITING:
                 self._refuse(f"{num_starved} sequences wait for cache blocks and {num_available} blocks are free")
             else:

@@ -59,6 +59,7 @@ def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
         backend=settings.backend,
         num_threads=settings.num_threads,
         prefix_cache=settings.prefix_cache,
+        class_preemption=settings.preemption,
         speculation=settings.speculation if settings.speculation is not None else CPU_DRAFTS * (settings.device == "cpu"),
         verification=settings.verification,
     )
@@ -80,7 +81,14 @@ def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
         variable = "FOREBAY_NUM_BLOCKS" if settings.num_blocks else "FOREBAY_KV_MEMORY"
         raise SettingsError(f"a cache of {num_blocks * block_bytes} bytes is more than this host's {available} free ones: lower {variable}")
     left = available - (num_blocks * block_bytes if config.device == "cpu" else 0)
-    return replace(config, num_blocks=num_blocks, host_blocks=_host_blocks(settings, block_bytes, left))
+    host_blocks = _host_blocks(settings, block_bytes, left)
+    swap_blocks = int(settings.swap_memory) // block_bytes
+    if swap_blocks * block_bytes > left - host_blocks * block_bytes:
+        raise SettingsError(
+            f"FOREBAY_SWAP_MEMORY={int(settings.swap_memory)} is more than the {left - host_blocks * block_bytes} bytes that this host has "
+            "left: lower it"
+        )
+    return replace(config, num_blocks=num_blocks, host_blocks=host_blocks, swap_blocks=swap_blocks)
 
 
 def _host_blocks(settings: WorkerSettings, block_bytes: int, available: int) -> int:

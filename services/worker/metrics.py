@@ -61,6 +61,12 @@ class Metrics:
         self.copied_out = self._counter("forebay_worker_copied_out_blocks", "Cache blocks copied to the host.")
         self.copied_in = self._counter("forebay_worker_copied_in_blocks", "Cache blocks copied back from the host.")
         self.num_preemptions = self._counter("vllm:num_preemptions", "Preempted sequences.")
+        self.class_preemptions = self._counter("forebay_worker_class_preemptions", "Of these, in favour of a more urgent class.")
+        self.capacity_preemptions = self._counter("forebay_worker_capacity_preemptions", "Of these, so that others could grow.")
+        self.swaps = self._counter("forebay_worker_swaps", "Preemptions after which nothing is computed again; the others recompute.")
+        self.swapped_blocks = self._counter("forebay_worker_swapped_blocks", "Cache blocks kept for preempted sequences.")
+        self.swapped_tokens = self._counter("forebay_worker_swapped_tokens", "Tokens that preempted sequences needn't compute again.")
+        self.step_time_error = self._gauge("forebay_worker_step_time_error", "Mean relative error of foretold step times, 0: none.")
         self.num_drafts = self._counter("vllm:spec_decode_num_drafts", "Verifications: a sequence's drafts in one step.")
         self.num_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
         self.num_accepted_tokens = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
@@ -94,6 +100,11 @@ class Metrics:
             self.copied_out,
             self.copied_in,
             self.num_preemptions,
+            self.class_preemptions,
+            self.capacity_preemptions,
+            self.swaps,
+            self.swapped_blocks,
+            self.swapped_tokens,
             self.num_drafts,
             self.num_draft_tokens,
             self.num_accepted_tokens,
@@ -107,6 +118,7 @@ class Metrics:
         self.num_requests_waiting.set(stats.num_waiting)
         self.kv_cache_usage.set(stats.num_used_blocks / stats.num_blocks)
         self.host_cache_usage.set(stats.num_held_host_blocks / max(1, stats.num_host_blocks))
+        self.step_time_error.set(stats.step_time_error)
         for num_tokens in step_tokens:
             if num_tokens:
                 self.iteration_tokens.observe(num_tokens)
@@ -119,6 +131,11 @@ class Metrics:
             stats.num_copied_out_blocks,
             stats.num_copied_in_blocks,
             stats.num_preemptions,
+            stats.num_class_preemptions,
+            stats.num_capacity_preemptions,
+            stats.num_swaps,
+            stats.num_swapped_blocks,
+            stats.num_swapped_tokens,
             stats.num_drafts,
             stats.num_draft_tokens,
             stats.num_accepted_tokens,

@@ -53,6 +53,12 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="host memory for blocks that the prefix cache evicts, such as 8GiB; beside a CPU's cache, more kv_memory is better",
     )
+    preemption: bool = Field(True, description="whether a request may take room that less urgent ones hold")
+    swap_memory: ByteSize = Field(
+        ByteSize(128_000_000),
+        ge=0,
+        description="host memory for what preempted sequences come back for; where it is full, or 0, they compute it again",
+    )
     drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, how long running requests may go on")
 
     @property

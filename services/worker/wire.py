@@ -19,6 +19,7 @@ MAX_LOGIT_BIASES = 300
 MAX_STOP_TOKENS = 16
 MAX_ID_LENGTH = 128
 SALT_BYTES = 32
+MAX_SECONDS = 30 * 86_400.0  # of targets and waiting
 
 FINISH_REASONS = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -88,6 +89,9 @@ def to_engine(
         delivered=delivered,
         finished_choices=finished,
         grammar=grammar,
+        ttft_target_seconds=_within("ttft_target_seconds", request.ttft_target_seconds, 0, MAX_SECONDS),
+        tpot_target_seconds=_within("tpot_target_seconds", request.tpot_target_seconds, 0, MAX_SECONDS),
+        waited_seconds=_within("waited_seconds", request.waited_seconds, 0, MAX_SECONDS),
     )
 
 

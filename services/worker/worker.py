@@ -59,7 +59,9 @@ class Worker:
         registry = CollectorRegistry()
         self._metrics = Metrics(registry, model_name=served.model, max_model_len=served.max_model_len)
         self.loop = EngineLoop(engine, clock=clock, observe=self._observe)
-        self.leases = Leases(self.loop, served, self._metrics, max_sequences=settings.max_sequences, pace=pace)
+        self.leases = Leases(
+            self.loop, served, self._metrics, max_sequences=settings.max_sequences, preemption=settings.preemption, pace=pace
+        )
         self._service = WorkerService(self.leases, served, self.incarnation, pace=pace)
         self._sensors = Sensors(settings.device)
         self._server = rpc.server()

@@ -45,7 +45,7 @@ def load(path: Path, config: EngineConfig, progress: Progress | None = None) -> 
         return _load(path, config, RULES[config.verification], None, progress)
     loaded = _load(path, config, RULES[config.verification], None, _part(progress, 0))
     assert isinstance(loaded.runner, ModelRunner)
-    lower = replace(config, level=config.draft_level, kv_format=config.cache_format, host_blocks=0)
+    lower = replace(config, level=config.draft_level, kv_format=config.cache_format, host_blocks=0, swap_blocks=0)
     drafting = _load(path, lower, DRAFTING_RULES[config.verification], loaded.runner.kv, _part(progress, 1))
     return replace(loaded, drafting=drafting.runner)
 
@@ -64,13 +64,13 @@ def _load(path: Path, config: EngineConfig, rule: type[Rule], shared: NativeCach
             decoder = Decoder(model, weights, version)
             assert not isinstance(shared, NativeCache)
             kv = shared or KVCache(model, config.num_blocks, config.block_size, config.cache_format, decoder.device)
-            return Loaded(ModelRunner(decoder, kv, config.host_blocks, rule), model, version)
+            return Loaded(ModelRunner(decoder, kv, config.num_host_slots, rule), model, version)
         num_threads = config.num_threads or torch.get_num_threads()
         native = NativeDecoder(model, weights, version, config.level, compiled, num_threads)
         assert not isinstance(shared, KVCache)
         cache = shared or NativeCache(model, config.num_blocks, config.block_size, config.cache_format)
         native.bind(cache)
-        return Loaded(ModelRunner(native, cache, config.host_blocks, rule), model, version)
+        return Loaded(ModelRunner(native, cache, config.num_host_slots, rule), model, version)
 
     return build(path, make, level=config.level, device=config.device, progress=progress)
 

@@ -1,5 +1,6 @@
 """What one step computes and what came of it: ints only, no tensors."""
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -71,10 +72,10 @@ class Budget:
     tokens: int
     scored_rows: int
 
-    def spend(self, sequence: Sequence) -> Span | None:
-        """As long a span of the sequence as the budget allows, None if it allows nothing."""
+    def spend(self, sequence: Sequence, kept_back: float = 0.0) -> Span | None:
+        """As long a span of the sequence as the budget allows, None if it allows nothing; `kept_back` is the part that it leaves."""
         start = sequence.num_computed_tokens
-        length = min(sequence.num_tokens - start, self.tokens)
+        length = min(sequence.num_tokens - start, math.ceil(self.tokens * (1 - kept_back)))
         scored = range(0)
         if sequence.needs_scoring:
             # Position p scores prompt token p + 1, so the first one to compute is the last one scored.

@@ -2,30 +2,32 @@
 
 There are no phases: a sequence's num_computed_tokens catches up with its num_tokens, one token behind (decoding) or many (a new
 prompt, or a preempted sequence that starts over). Blocks for all present tokens are taken at admission, so no two sequences can
-wait for each other's; a decoding sequence that grows into a new block may have to preempt the youngest of the lowest class.
+wait for each other's.
 """
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from services.worker.engine import deadlines
+from services.worker.engine.admission import Admission
 from services.worker.engine.batch import Batch, Budget, Span, SpanResult
 from services.worker.engine.block_tables import BlockTables
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.costs import Costs
-from services.worker.engine.grammar import state_behind
+from services.worker.engine.intake import Intake
 from services.worker.engine.request import (
     EngineRequest,
     FinishReason,
     InvalidRequest,
     PositionLogprobs,
-    RequestTooLarge,
     SequenceError,
     TokenLogprob,
     TokenOutput,
 )
-from services.worker.engine.sequence import RequestState, Sequence, SequenceState
+from services.worker.engine.sequence import Sequence, SequenceState
 from services.worker.engine.sequence_queue import SequenceQueue
 from services.worker.engine.speculation.speculator import Speculator
+from services.worker.engine.step_time import StepTime, load_of
 
 MAX_SCORED_ROWS = 256  # prompt positions scored in one step: bounds the logits in memory
 
@@ -36,7 +38,6 @@ class BatcherCounters:
 
     computed_tokens: int = 0  # prompt and output, recomputation included
     generated_tokens: int = 0
-    preemptions: int = 0
 
 
 class Batcher:
@@ -52,13 +53,15 @@ class Batcher:
         speculator: Speculator | None = None,
     ) -> None:
         self.config = config
-        self.max_model_len = max_model_len
         self.counters = BatcherCounters()
         self.costs = Costs()  # the engine records what it measures
         self.queue = SequenceQueue()
         self.tables = BlockTables(config, self.costs, model_version, kv_format)
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self.admission = Admission(config, self.queue, self.tables)
         self.speculator = speculator
+        self.step_time = StepTime() if speculator is None else speculator.step_time
+        self._intake = Intake(config, max_model_len, eos_token_ids, self.tables)
+        self._step_seconds = 0.0  # of the last one
         self._news: list[TokenOutput] = []  # ends that no step brings about, sent with the next one
 
     @property
@@ -71,49 +74,9 @@ class Batcher:
         """Queues the choices of a checked request. RequestTooLarge if one of them could never run, InvalidRequest if the id is live."""
         if request.request_id in self.queue.requests:
             raise InvalidRequest(f"request_id {request.request_id} is live already")
-        max_output_tokens = self._max_output_tokens(request)
-        group = self.tables.open(request)
-        for index in range(request.n):
-            if index not in request.finished_choices:
-                group.sequences.append(self._choice(group, index, max_output_tokens))
+        group = self._intake.take(request)
         self.queue.add(group)
         self._news += [self._output(sequence) for sequence in group.sequences if sequence.state is SequenceState.FINISHED]
-
-    def _max_output_tokens(self, request: EngineRequest) -> int:
-        prompt_tokens, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
-        room = self.max_model_len - prompt_tokens
-        if room < 0 or (room == 0 and max_tokens != 0):
-            raise RequestTooLarge(f"the prompt has {prompt_tokens} tokens; the context of {self.max_model_len} leaves no room for output")
-        max_output_tokens = room if max_tokens is None else min(room, max_tokens)
-        needed = self.tables.num_blocks(prompt_tokens + max(max_output_tokens - 1, 0))
-        if needed > self.config.num_blocks:
-            raise RequestTooLarge(
-                f"{prompt_tokens} prompt tokens and up to {max_output_tokens} output tokens need {needed} blocks of "
-                f"{self.config.block_size}; there are {self.config.num_blocks}: ask for fewer tokens"
-            )
-        return max_output_tokens
-
-    def _choice(self, group: RequestState, index: int, max_output_tokens: int) -> Sequence:
-        """One that waits, or has ended where nothing is left to do."""
-        request = group.request
-        delivered = request.delivered[index] if index < len(request.delivered) else ()
-        first = not any(request.delivered) and not request.finished_choices and index == 0
-        eos = frozenset() if request.sampling.ignore_eos else self._eos_token_ids
-        sequence = Sequence(
-            group=group,
-            choice_index=index,
-            tokens=[*request.prompt_token_ids, *delivered],
-            num_prompt_tokens=len(request.prompt_token_ids),
-            max_output_tokens=max_output_tokens,
-            stop_ids=eos | frozenset(request.sampling.stop_token_ids),
-            block_keys=list(group.prompt_keys),
-            grammar=None if request.grammar is None else state_behind(request.grammar, delivered),
-            scores_prompt=first and request.sampling.prompt_logprobs is not None,
-        )
-        sequence.finish_reason = sequence.ending
-        if sequence.finish_reason and not sequence.needs_scoring:
-            sequence.state = SequenceState.FINISHED
-        return sequence
 
     def abort(self, request_id: str) -> None:
         """Ends a request without a word; its blocks are free at once. An unknown id is none of our business any more."""
@@ -137,55 +100,31 @@ class Batcher:
     # --- before a step
 
     def schedule(self, now: float) -> Batch:
-        """The next step's spans: what runs comes before newcomers, and one-token spans before longer ones."""
-        for sequence in list(self.queue.running):
-            self._grow(sequence)
-        budget = Budget(self.config.max_step_tokens, MAX_SCORED_ROWS)
-        one_behind_first = sorted(self.queue.running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1)  # stable: in order otherwise
-        spans = [self._span(sequence, budget) for sequence in one_behind_first]
-        spans += self._admit(budget, now)
-        present = tuple(span for span in spans if span is not None)
+        """The next step's spans: as many tokens as deadlines allow, to whom they are most urgent."""
+        self.queue.greet(now)
+        self.admission.grow(now)
+        most = deadlines.max_tokens(self.queue.running, self.config.max_step_tokens, self.step_time, now)
+        self.admission.admit(most, now)
+        budget = Budget(most, MAX_SCORED_ROWS)
+        present = self._spans(budget, now)
         draft_counts = self._make_room_for_drafts(present, budget)  # which may evict blocks, too
         host = self.tables.host
         batch = Batch(present, tuple(host.copies_out), tuple(host.copies_in), draft_counts)
         assert batch.spans or batch.copies_in or not self.queue.requests, "there is work, but nothing of it can run"
         return batch
 
-    def _grow(self, sequence: Sequence) -> None:
-        """Sees to it that the sequence, while it runs, has blocks for all its tokens, at the cost of others or of itself."""
-        while sequence.state is SequenceState.RUNNING and not self.tables.grow(sequence):
-            self._preempt(self.queue.next_victim())
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Its full blocks stay cached while nobody needs them, so it may find them again."""
-        self.tables.release(sequence)
-        self.queue.preempt(sequence)
-        self.counters.preemptions += 1
-
-    def _admit(self, budget: Budget, now: float) -> list[Span | None]:
-        """Starts waiting sequences in order while there is room; nobody overtakes one that doesn't fit."""
-        spans: list[Span | None] = []
-        for sequence in list(self.queue.waiting):
-            if budget.tokens <= 0 or len(self.queue.running) >= self.config.max_sequences:
-                break
-            if self._prompt_is_under_way(sequence):
-                continue  # next step, more of the prompt is there to share
-            # A block for each that runs: otherwise the newcomer would be preempted as soon as they grow.
-            headroom = 0 if sequence.is_reserved else sum(not s.is_reserved for s in self.queue.running)
-            if not self.tables.admit(sequence, headroom):
-                break
-            self.queue.start(sequence, now)
-            spans.append(self._span(sequence, budget))
-        return spans
-
-    def _span(self, sequence: Sequence, budget: Budget) -> Span | None:
-        """None where nothing is left to spend, or the host will bring back in the next step what it would be spent on."""
-        return None if self.tables.bring_back(sequence) else budget.spend(sequence)
-
-    def _prompt_is_under_way(self, sequence: Sequence) -> bool:
-        """True while another choice of the request computes full blocks of the prompt that this one is going to share."""
-        shared = (sequence.num_prompt_tokens - 1) // self.config.block_size * self.config.block_size
-        return any(s.state is SequenceState.RUNNING and s.num_computed_tokens < shared for s in sequence.group.sequences)
+    def _spans(self, budget: Budget, now: float) -> tuple[Span, ...]:
+        """None for a sequence where nothing is left to spend, or the host will bring back in the next step what it would be spent on."""
+        order = deadlines.in_order(self.queue.running, self._step_seconds, now)
+        kept_back = deadlines.kept_back(order)
+        spans = []
+        for sequence in order:
+            if self.tables.bring_back(sequence):
+                continue
+            kept = kept_back[sequence.latency_class] if sequence.num_lacking_tokens > 1 else 0
+            if (span := budget.spend(sequence, kept)) is not None:
+                spans.append(span)
+        return tuple(spans)
 
     def _make_room_for_drafts(self, spans: Seq[Span], budget: Budget) -> tuple[int, ...]:
         """How many drafts each span may have, out of what is left over: tokens, slots, blocks. Nobody waits or gives way for a draft."""
@@ -246,8 +185,14 @@ class Batcher:
             output.finish_reason = sequence.finish_reason
         return output
 
+    def observe(self, spans: Seq[Span], seconds: float) -> None:
+        """How long the step with these spans took, without its copies and the making of drafts."""
+        self.step_time.record(load_of(spans), seconds)
+        self._step_seconds = seconds
+
     def _finish(self, sequence: Sequence) -> None:
         self.tables.release(sequence)
+        self.tables.forget_swap(sequence)
         self.queue.finish(sequence)
         if self.speculator is not None:
             self.speculator.forget(sequence)
@@ -266,7 +211,7 @@ class Batcher:
     def check_integrity(self) -> None:
         """Asserts what must hold between steps; when idle, that no block is referenced."""
         self.queue.check_integrity()
-        self.tables.check_integrity(self.queue.running)
+        self.tables.check_integrity([*self.queue.running, *self.queue.waiting])
 
 
 def _take_scores(span: Span, result: SpanResult, output: TokenOutput) -> None:

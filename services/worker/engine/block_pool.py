@@ -112,6 +112,14 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def find(self, key: bytes) -> int | None:
+        """The block that answers to it. See `lookup`."""
+        return self._block_of_key.get(key)
+
+    def finds(self, block: int, key: bytes) -> bool:
+        """Whether `key` leads to that very block, and goes on to while nobody references it."""
+        return self._keep_cached and self._block_of_key.get(key) == block
+
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` touching would take out of what is available."""
         return sum(block in self._cached for block in blocks)

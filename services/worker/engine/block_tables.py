@@ -3,7 +3,8 @@
 Owns both tiers, the device's pool and the host's. Knows no step: who may have blocks, and at whose cost, is the batcher's.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.costs import Costs
 from services.worker.engine.host_pool import HostPool
 from services.worker.engine.request import EngineRequest
-from services.worker.engine.sequence import RequestState, Sequence
+from services.worker.engine.sequence import RequestState, Sequence, Swap
 
 
 @dataclass
@@ -25,6 +26,8 @@ class CacheCounters:
     host_hit_tokens: int = 0
     copied_out_blocks: int = 0
     copied_in_blocks: int = 0
+    swapped_blocks: int = 0  # of preempted sequences, kept until they run again
+    swapped_tokens: int = 0  # in those: not to be computed again
 
 
 class BlockTables:
@@ -32,7 +35,7 @@ class BlockTables:
 
     def __init__(self, config: EngineConfig, costs: Costs, model_version: str, kv_format: str) -> None:
         self.counters = CacheCounters()
-        self.host = HostPool(config.host_blocks, config.max_step_copies)
+        self.host = HostPool(config.host_blocks, config.max_step_copies, config.swap_blocks)
         self.pool = BlockPool(config.num_blocks, keep_cached=config.prefix_cache, on_evict=self.host.keep)
         self._config = config
         self._costs = costs
@@ -55,22 +58,53 @@ class BlockTables:
 
     def admit(self, sequence: Sequence, headroom: int) -> bool:
         """Blocks for all that it must hold, found ones first. False, and nothing taken, where that would leave less than `headroom`."""
-        keys = self._shareable_keys(sequence)
-        hits = self.pool.lookup(keys)
-        total = self.num_blocks(sequence.num_held_tokens)
-        if total - len(hits) + self.pool.num_unreferenced(hits) + headroom > self.pool.num_available:
+        hits = self._hits(sequence)
+        if self._num_taken(sequence, hits) + headroom > self.pool.num_available:
             return False
-        self.pool.touch(hits)
-        rest = keys[len(hits) :] if self._costs.copying_pays(self._config.block_size) else []
-        self._count_hits(sequence, len(hits), self.host.count(rest))
-        slots = self.host.take(rest)  # before the device evicts: what comes back isn't overwritten by what goes
-        sequence.block_table = hits + self.pool.allocate(total - len(hits))
-        sequence.num_computed_tokens = len(hits) * self._config.block_size
-        self._fill(sequence, slots)
+        self.pool.touch(hits.values())
+        if sequence.swap is None:
+            keys = self._shareable_keys(sequence)[len(hits) :]
+            rest = keys if self._costs.copying_pays(self._config.block_size) else []
+            self._count_hits(sequence, len(hits), self.host.count(rest))
+            slots = self.host.take(rest)  # before the device evicts: what comes back isn't overwritten by what goes
+            sequence.block_table = self._table(sequence, hits)
+            sequence.num_computed_tokens = len(hits) * self._config.block_size
+            self._fill(sequence, slots)
+        else:
+            sequence.block_table = self._table(sequence, hits)
+            self._swap_in(sequence, sequence.swap)
         return True
+
+    def would_admit(self, sequence: Sequence, headroom: int, victims: Iterable[Sequence]) -> bool:
+        """Whether `admit` would succeed once the victims have given up their blocks."""
+        hits = self._hits(sequence)
+        names = Counter(block for victim in victims for block in victim.block_table)
+        for block in hits.values():
+            names.pop(block, None)
+        num_freed = sum(count == self.pool.ref_count(block) for block, count in names.items())
+        return self._num_taken(sequence, hits) + headroom <= self.pool.num_available + num_freed
+
+    def _hits(self, sequence: Sequence) -> dict[int, int]:
+        """Blocks of the device that it can share, by index in its table: the first ones, or of one that was swapped any that it had."""
+        if sequence.swap is None:
+            return dict(enumerate(self.pool.lookup(self._shareable_keys(sequence))))
+        found = ((index, self.pool.find(key)) for index, key in sequence.swap.keys.items())
+        return {index: block for index, block in found if block is not None}
+
+    def _num_taken(self, sequence: Sequence, hits: Mapping[int, int]) -> int:
+        """How many fewer blocks are available once it has its own."""
+        return self.num_blocks(sequence.num_held_tokens) - len(hits) + self.pool.num_unreferenced(hits.values())
+
+    def _table(self, sequence: Sequence, hits: Mapping[int, int]) -> list[int]:
+        """Found blocks at their places, new ones at all others."""
+        total = self.num_blocks(sequence.num_held_tokens)
+        fresh = iter(self.pool.allocate(total - len(hits)))
+        return [hits[index] if index in hits else next(fresh) for index in range(total)]
 
     def bring_back(self, sequence: Sequence) -> bool:
         """Lets the step copy in what the host has of the next blocks. True where it has more than that: the rest comes in later steps."""
+        if sequence.swap is not None:
+            return not self._swap_in(sequence, sequence.swap)
         size = self._config.block_size
         if not self.host.num_held or sequence.num_computed_tokens % size or not self._costs.copying_pays(size):
             return False
@@ -87,6 +121,25 @@ class BlockTables:
         for block, key in zip(blocks, sequence.block_keys[start:], strict=False):
             self.pool.register(block, key)  # whoever comes next in this step may share it: copies come before all spans
         sequence.num_computed_tokens += len(slots) * self._config.block_size
+
+    def _swap_in(self, sequence: Sequence, swap: Swap) -> bool:
+        """Goes on bringing back what was swapped, as much as the step may copy; the device may have some of it. True once all is back."""
+        size = self._config.block_size
+        for index in range(sequence.num_computed_tokens // size, self.num_blocks(swap.num_tokens)):
+            block, key = sequence.block_table[index], swap.keys.get(index)
+            if key is None or self.pool.find(key) != block:
+                slot = swap.slots.get(index) if key is None else self.host.find(key)
+                if slot is None:  # it became suspect meanwhile: from here on it is computed again
+                    self.forget_swap(sequence)
+                    return True
+                if not self.host.num_copies_left:
+                    return False
+                self.host.read(slot, block)
+                if key is not None:
+                    self.pool.register(block, key)
+            sequence.num_computed_tokens = min((index + 1) * size, swap.num_tokens)
+        self.forget_swap(sequence)
+        return True
 
     def _shareable_keys(self, sequence: Sequence) -> list[bytes]:
         """Of blocks that may be found. One token at least must be computed, and so must those whose log-probabilities are still wanted."""
@@ -141,6 +194,33 @@ class BlockTables:
         self.pool.forget(sequence.block_table)
         self.host.forget(sequence.block_keys[: len(sequence.block_table)])
 
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Keeps what it has computed, on the host as far as it must, until it runs again. False where computing it again is better.
+
+        Blocks that others can find stay where they are until the device needs them; only private ones are copied at once.
+        """
+        if sequence.swap is not None:  # not all of it was back
+            return True
+        num_tokens, size = sequence.num_computed_tokens, self._config.block_size
+        if self._config.recomputes_exactly and not self._costs.swapping_pays(size):
+            return False
+        blocks = dict(enumerate(sequence.block_table[: self.num_blocks(num_tokens)]))
+        keys = {i: key for i, key in enumerate(sequence.block_keys[: num_tokens // size]) if self.pool.finds(blocks[i], key)}
+        private = {index: block for index, block in blocks.items() if index not in keys}
+        slots = self.host.promise(keys.values(), list(private.values())) if blocks else None
+        if slots is None:
+            return False
+        sequence.swap = Swap(num_tokens, keys, dict(zip(private, slots, strict=True)))
+        self.counters.swapped_blocks += len(blocks)
+        self.counters.swapped_tokens += num_tokens
+        return True
+
+    def forget_swap(self, sequence: Sequence) -> None:
+        """All of it is back, or nobody wants it any more."""
+        if sequence.swap is not None:
+            self.host.break_promise(sequence.swap.keys.values(), sequence.swap.slots.values())
+            sequence.swap = None
+
     def release(self, sequence: Sequence) -> None:
         """All its blocks. Those with a key stay cached while nobody needs them."""
         self.pool.free(sequence.block_table)
@@ -152,9 +232,9 @@ class BlockTables:
         self.counters.copied_in_blocks += len(self.host.copies_in)
         self.host.settle()
 
-    def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Asserts what must hold between steps: blocks are referenced by running sequences alone, slots by nothing."""
-        self.pool.check_integrity([sequence.block_table for sequence in running])
-        self.host.check_integrity()
+    def check_integrity(self, live: Collection[Sequence]) -> None:
+        """Asserts what must hold between steps: live sequences alone reference blocks, and slots by what was swapped."""
+        self.pool.check_integrity([sequence.block_table for sequence in live])
+        self.host.check_integrity([sequence.swap for sequence in live if sequence.swap is not None])
         assert not self.host.copies_out, "a step's copies outlive it"
         assert not self.host.copies_in, "a step's copies outlive it"

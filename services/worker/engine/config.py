@@ -121,11 +121,23 @@ class EngineConfig:
     backend: str = "auto"  # native (the CPU kernels), torch, or auto: native where it can be
     num_threads: int | None = None  # None: torch's default
     prefix_cache: bool = True
+    class_preemption: bool = True  # a more urgent class takes slots and blocks from those below
     speculation: int = 0  # most draft tokens per sequence and step; 0: off
     draft_level: str | None = None  # of a second copy of the weights, which drafts; None: lookups in a sequence's own past do
     verification: Verification = Verification.GUMBEL
     host_blocks: int = 0  # what the prefix cache evicts goes on in as many blocks of host memory
+    swap_blocks: int = 0  # so many blocks of preempted sequences, at most, are kept in host memory, too, and are never given up
     max_step_copies: int = 256  # blocks copied there in one step, and as many back: at 2 MiB over PCIe some 20 ms each way
+
+    @property
+    def num_host_slots(self) -> int:
+        """Blocks of host memory, whatever they are for."""
+        return self.host_blocks + self.swap_blocks
+
+    @property
+    def recomputes_exactly(self) -> bool:
+        """Whether tokens computed again, in other company, come out with the same bits (ARCHITECTURE.md, decisions 13 and 19)."""
+        return self.device == "cpu"
 
     @property
     def cache_format(self) -> str:

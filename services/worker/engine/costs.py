@@ -46,3 +46,9 @@ class Costs:
         if self.copy.per_unit is None or self.prefill.per_unit is None:
             return True
         return self.copy.per_unit <= self.prefill.per_unit * block_size
+
+    def swapping_pays(self, block_size: int) -> bool:
+        """Whether a block goes to the host and comes back as soon as its tokens would be computed anew; True until both are measured."""
+        if self.copy.per_unit is None or self.prefill.per_unit is None:
+            return True
+        return 2 * self.copy.per_unit <= self.prefill.per_unit * block_size

@@ -55,7 +55,7 @@ class EngineStats:
     num_free_blocks: int
     num_prefix_query_tokens: int  # prompt tokens looked up in the prefix cache
     num_prefix_hit_tokens: int
-    num_host_blocks: int  # slots of host memory for what the cache evicts
+    num_host_blocks: int  # slots of host memory for what the cache evicts and what is swapped
     num_held_host_blocks: int
     num_host_query_tokens: int  # prompt tokens that the cache didn't have and the host was asked for
     num_host_hit_tokens: int
@@ -63,10 +63,20 @@ class EngineStats:
     num_copied_in_blocks: int
     num_computed_tokens: int  # prompt and output, recomputation included
     num_generated_tokens: int
-    num_preemptions: int
+    num_class_preemptions: int  # of a sequence, in favour of a more urgent class
+    num_capacity_preemptions: int  # so that others of its class could grow
+    num_swaps: int  # preemptions after which nothing is computed again
+    num_swapped_blocks: int
+    num_swapped_tokens: int
+    step_time_error: float  # mean relative error of the latest steps' foretold times
     num_drafts: int  # spans with a draft
     num_draft_tokens: int
     num_accepted_tokens: int
+
+    @property
+    def num_preemptions(self) -> int:
+        """For whatever cause."""
+        return self.num_class_preemptions + self.num_capacity_preemptions
 
 
 class Engine:
@@ -152,8 +162,8 @@ class Engine:
             started += self._clock() - before
         batch, results = self._execute(batch)
         outputs = self.batcher.commit(batch, results)
-        if self.speculator is not None and batch.spans:
-            self.speculator.observe(batch.spans, self._clock() - started)
+        if batch.spans:
+            self.batcher.observe(batch.spans, self._clock() - started)
         return outputs
 
     def _copy(self, batch: Batch) -> float:
@@ -188,6 +198,7 @@ class Engine:
         """Numbers for heartbeats and metrics."""
         queue, tables, counters = self.batcher.queue, self.batcher.tables, self.batcher.counters
         pool, host, cache = tables.pool, tables.host, tables.counters
+        preemptions = self.batcher.admission.counters
         speculation = self.speculator.counters if self.speculator is not None else SpeculationCounters()
         return EngineStats(
             num_running=len(queue.running),
@@ -206,7 +217,12 @@ class Engine:
             num_copied_in_blocks=cache.copied_in_blocks,
             num_computed_tokens=counters.computed_tokens,
             num_generated_tokens=counters.generated_tokens,
-            num_preemptions=counters.preemptions,
+            num_class_preemptions=preemptions.of_class,
+            num_capacity_preemptions=preemptions.of_capacity,
+            num_swaps=preemptions.swapped,
+            num_swapped_blocks=cache.swapped_blocks,
+            num_swapped_tokens=cache.swapped_tokens,
+            step_time_error=self.batcher.step_time.error,
             num_drafts=speculation.drafts,
             num_draft_tokens=speculation.draft_tokens,
             num_accepted_tokens=speculation.accepted_tokens,

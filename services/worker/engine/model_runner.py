@@ -38,14 +38,14 @@ class Model(Protocol[_Cache]):
 
 
 class ModelRunner(Generic[Cache]):
-    """A decoder, the cache that it reads and writes, and room in host memory for `host_blocks` of its blocks."""
+    """A decoder, the cache that it reads and writes, and room in host memory for `num_host_slots` of its blocks."""
 
-    def __init__(self, model: Model[Cache], kv: Cache, host_blocks: int = 0, rule: type[Rule] = GumbelRule) -> None:
+    def __init__(self, model: Model[Cache], kv: Cache, num_host_slots: int = 0, rule: type[Rule] = GumbelRule) -> None:
         """`rule` chooses tokens: see verification."""
         self.model = model
         self.kv = kv
         self._rule = rule
-        self.host = HostCache(kv.tensors, host_blocks)
+        self.host = HostCache(kv.tensors, num_host_slots)
 
     @torch.inference_mode()
     def copy(self, batch: Batch) -> None:

@@ -29,6 +29,7 @@ class InvalidRequest(ValueError):
     """A field of the request is out of range; the message names it, its value and the limit."""
 
 
+LATENCY_CLASSES = (1, 2, 3)  # realtime, standard, batch
 _LEAST_REPETITION_PENALTY = 1e-7  # below, logits overflow; a little under the public limit, which fp32 may round down
 
 
@@ -83,6 +84,9 @@ class EngineRequest:
     delivered: tuple[tuple[int, ...], ...] = ()
     finished_choices: frozenset[int] = frozenset()
     grammar: Grammar | None = None
+    ttft_target_seconds: float = 0.0  # for the first token, from the gateway's first sight of the request; 0: none
+    tpot_target_seconds: float = 0.0  # for each further token; 0: none
+    waited_seconds: float = 0.0  # since that first sight
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,10 @@ def check(request: EngineRequest, vocab_size: int) -> None:
         raise InvalidRequest("prompt_token_ids is empty; a prompt needs at least one token")
     if request.n < 1:
         raise InvalidRequest(f"n is {request.n}; it must be at least 1")
+    if request.latency_class not in LATENCY_CLASSES:
+        raise InvalidRequest(f"latency_class is {request.latency_class}; it must be one of {LATENCY_CLASSES}")
+    for name in ("ttft_target_seconds", "tpot_target_seconds", "waited_seconds"):
+        _check_range(name, getattr(request, name), 0, math.inf)
     if len(request.delivered) > request.n:
         raise InvalidRequest(f"delivered has {len(request.delivered)} choices; the request has n = {request.n}")
     _check_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)

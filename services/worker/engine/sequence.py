@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from services.worker.engine.envelope import Envelope
 from services.worker.engine.grammar import GrammarState
 from services.worker.engine.request import EngineRequest, FinishReason, SamplingParams
 
 MAX_PREEMPTIONS = 5  # after as many a sequence waits for all the blocks it can ever need, and is never a victim again
+FEW_TOKENS = 2  # a sequence that lacks no more has gone by the third step, in which whom it would give way to wants its first token
 
 
 class SequenceState(Enum):
@@ -15,6 +17,18 @@ class SequenceState(Enum):
     WAITING = 1  # holds no blocks
     RUNNING = 2
     FINISHED = 3  # holds no blocks
+
+
+@dataclass(frozen=True)
+class Swap:
+    """What host memory keeps of a preempted sequence: the first `num_tokens` of it, whole, until they are all back.
+
+    Blocks that others could find are found again by `keys`, on either tier; the host has promised to keep them. `slots` hold the rest.
+    """
+
+    num_tokens: int
+    keys: dict[int, bytes]  # by index in the block table
+    slots: dict[int, int]  # by index in the block table
 
 
 @dataclass(eq=False)
@@ -28,6 +42,7 @@ class RequestState:
     sequences: list["Sequence"] = field(default_factory=list)
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when its first choice was admitted
     start_time: float | None = None  # when its first choice was admitted
+    envelope: Envelope = field(default_factory=Envelope)
 
     @property
     def live_sequences(self) -> list["Sequence"]:
@@ -52,11 +67,19 @@ class Sequence:
     num_scored_tokens: int = 0  # leading prompt tokens whose log-probabilities are out
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)  # append-only while running
+    swap: Swap | None = None  # from a preemption until all of it is back
+    waiting_since: float | None = None  # when it began to wait, or to wait again; None: it runs, or nobody has looked yet
+    waited_seconds: float = 0.0  # before that
     finish_reason: FinishReason | None = None
 
     @property
     def request_id(self) -> str:
         return self.group.request.request_id
+
+    @property
+    def latency_class(self) -> int:
+        """1 realtime, 2 standard, 3 batch."""
+        return self.group.request.latency_class
 
     @property
     def sampling(self) -> SamplingParams:
@@ -87,6 +110,20 @@ class Sequence:
     def max_computed_tokens(self) -> int:
         """Most tokens whose keys and values it will ever hold: the last output token's are never needed."""
         return self.num_prompt_tokens + max(self.max_output_tokens - 1, 0)
+
+    @property
+    def num_lacking_tokens(self) -> int:
+        """To be computed before it can yield the next one; 1 while it decodes."""
+        return len(self.tokens) - self.num_computed_tokens
+
+    @property
+    def is_about_to_finish(self) -> bool:
+        """Whether it is out of the way before a preemption would have gained anything."""
+        return self.num_lacking_tokens == 1 and self.max_output_tokens - self.num_output_tokens <= FEW_TOKENS
+
+    def waited(self, now: float) -> float:
+        """Seconds that it has waited in all."""
+        return self.waited_seconds + (0.0 if self.waiting_since is None else now - self.waiting_since)
 
     @property
     def is_reserved(self) -> bool:

@@ -4,6 +4,7 @@ import bisect
 import itertools
 from operator import attrgetter
 
+from services.worker.engine.envelope import Envelope
 from services.worker.engine.sequence import RequestState, Sequence, SequenceState
 
 _BY_ORDER = attrgetter("order")
@@ -17,29 +18,42 @@ class SequenceQueue:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._arrivals = itertools.count()
+        self._strangers: list[RequestState] = []  # added since the last `greet`
 
     def add(self, group: RequestState) -> None:
         """Its choices wait, but for those that have ended. Where all have, there is no request."""
         group.arrival = next(self._arrivals)
         if group.live_sequences:
             self.requests[group.request.request_id] = group
+            self._strangers.append(group)
         for sequence in group.live_sequences:
             bisect.insort(self.waiting, sequence, key=_BY_ORDER)
+
+    def greet(self, now: float) -> None:
+        """Counts the waiting of those that have come since the last time from now on."""
+        for group in self._strangers:
+            request = group.request
+            group.envelope = Envelope(now - request.waited_seconds, request.ttft_target_seconds, request.tpot_target_seconds)
+            for sequence in group.live_sequences:
+                sequence.waiting_since = now
+        self._strangers.clear()
 
     def start(self, sequence: Sequence, now: float) -> None:
         """Runs one that waits."""
         self.waiting.remove(sequence)
         sequence.state = SequenceState.RUNNING
+        sequence.waited_seconds, sequence.waiting_since = sequence.waited(now), None
         bisect.insort(self.running, sequence, key=_BY_ORDER)
         if sequence.group.start_time is None:
             sequence.group.start_time = now
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Lets one that runs wait, with everything to compute again."""
+    def preempt(self, sequence: Sequence, now: float) -> None:
+        """Lets one that runs wait, with everything to compute again but what was swapped."""
         self.running.remove(sequence)
         sequence.state = SequenceState.WAITING
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
+        sequence.waiting_since = now
         bisect.insort(self.waiting, sequence, key=_BY_ORDER)
 
     def finish(self, sequence: Sequence) -> None:
@@ -50,8 +64,9 @@ class SequenceQueue:
             del self.requests[sequence.request_id]
 
     def next_victim(self) -> Sequence:
-        """Who gives way: the last of those that run, but none that is fully reserved."""
-        return max((sequence for sequence in self.running if not sequence.is_reserved), key=_BY_ORDER)
+        """Who gives way so that others can grow: the last that runs, but none that is fully reserved, and rather none about to finish."""
+        candidates = [sequence for sequence in reversed(self.running) if not sequence.is_reserved]
+        return next((sequence for sequence in candidates if not sequence.is_about_to_finish), candidates[0])
 
     def check_integrity(self) -> None:
         """Asserts that every live sequence is in the list of its state, in order."""

@@ -8,6 +8,7 @@ import pytest
 
 from forebay.v1 import scheduler_pb2, types_pb2
 from services.common.errors import from_rpc
+from services.worker.engine.batch import Batch
 from services.worker.outbox import Pace
 from tests.worker_harness import Harness, continuation, hear, serving, until
 
@@ -171,6 +172,42 @@ async def test_two_may_wait_beyond_the_slots_and_no_more() -> None:
         await asyncio.gather(*map(hear, calls))
         await worker.idle()
         assert await worker.metric("forebay_worker_refused_requests_total") == 1
+
+
+async def test_realtime_takes_a_slot_from_batch_whose_stream_pauses_and_goes_on() -> None:
+    def is_urgent(batch: Batch) -> bool:
+        return any(span.sequence.latency_class == 1 and span.sequence.num_output_tokens == 2 for span in batch.spans)
+
+    async with serving(max_sequences=2, swap_blocks=8) as worker:
+        worker.runner.hold()
+        batch = [worker.stub.Generate(worker.request(f"r{i}", latency_class=3, max_tokens=30)) for i in range(2)]
+        for call in batch:
+            await call.read()
+        await until(worker.runner.held.is_set)
+        worker.runner.hold_later(lambda batch: all(span.sequence.num_output_tokens >= 3 for span in batch.spans))
+        await until(worker.runner.held.is_set)
+        urgent = worker.stub.Generate(worker.request("now", latency_class=1, max_tokens=4))
+        await urgent.read()
+        worker.runner.hold_later(is_urgent)
+        await until(worker.runner.held.is_set)
+        heartbeat = worker.worker.heartbeat()
+        assert [(usage.latency_class, usage.num_slots) for usage in heartbeat.class_usage] == [(1, 1), (3, 2)], (
+            "one pauses, and has its place"
+        )
+        blocks = {lease.request_id: lease.num_blocks for lease in heartbeat.leases}
+        assert blocks.pop("now") == heartbeat.class_usage[0].num_blocks > 0
+        assert min(blocks.values()) == 0 < max(blocks.values()) == heartbeat.class_usage[1].num_blocks
+        worker.runner.release()
+        assert (await hear(urgent)).tokens() == continuation([1, 2, 3], 4)
+        heard = await asyncio.gather(*map(hear, batch))
+        assert [h.tokens() for h in heard] == [continuation([1, 2, 3], 30)] * 2
+        assert sorted(h.events[-1].completed.usage.preemptions for h in heard) == [0, 1]
+        await worker.idle()
+        names = ("class_preemptions", "capacity_preemptions", "swaps")
+        assert [await worker.metric(f"forebay_worker_{name}_total") for name in names] == [1, 0, 1]
+        assert await worker.metric("forebay_worker_swapped_blocks_total") > 0
+        assert await worker.metric("forebay_worker_swapped_tokens_total") > 0
+        assert await worker.metric("forebay_worker_step_time_error") == 0, "no time passes"
 
 
 async def test_two_may_wait_for_blocks_and_no_more() -> None:

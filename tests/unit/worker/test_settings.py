@@ -118,9 +118,20 @@ def test_host_memory_is_counted_in_blocks_and_off_unless_asked_for() -> None:
     assert host_blocks(host_memory=7 * BLOCK_BYTES + 5) == 7
 
 
+def test_preempted_sequences_have_a_place_in_host_memory_by_default() -> None:
+    def swap_blocks(**fields: object) -> int:
+        settings = WorkerSettings(model="m", level="fp32", backend="torch", num_blocks=2, **fields)  # type: ignore[arg-type]
+        return engine_config(settings, SMALL).swap_blocks
+
+    assert swap_blocks() == 128_000_000 // BLOCK_BYTES
+    assert swap_blocks(prefix_cache=False, swap_memory=3 * BLOCK_BYTES) == 3
+    assert swap_blocks(swap_memory=BLOCK_BYTES - 1) == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"swap_memory": 1 << 60}, rf"FOREBAY_SWAP_MEMORY={1 << 60} is more than the \d+ bytes that this host has left"),
         ({"host_memory": BLOCK_BYTES - 1}, rf"FOREBAY_HOST_MEMORY={BLOCK_BYTES - 1} is less than a cache block of {BLOCK_BYTES} bytes"),
         ({"host_memory": 1 << 60}, rf"FOREBAY_HOST_MEMORY={1 << 60} is more than the \d+ bytes that this host has left"),
         ({"host_memory": 1 << 20, "prefix_cache": False}, "FOREBAY_PREFIX_CACHE is off"),

@@ -46,7 +46,9 @@ def test_everything_given_comes_through() -> None:
     message.delivered.add(ids=[1, 2, 3, 4])
     message.delivered.add(ids=[1])
     message.finished_choices.append(0)
+    message.ttft_target_seconds, message.tpot_target_seconds, message.waited_seconds = 0.5, 0.05, 0.25
     request = to_engine(message, SERVED, "x")
+    assert (request.ttft_target_seconds, request.tpot_target_seconds, request.waited_seconds) == (0.5, 0.05, 0.25)
     sampling = request.sampling
     assert (sampling.min_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (2, 0.5, 0.25, 7, 0.125)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-1, 1.5, 1.25)
@@ -105,6 +107,9 @@ BAD_FIELDS: list[tuple[str, dict[str, object]]] = [
     ("delivered", {"delivered": [{"ids": [1]}, {"ids": [1]}]}),
     ("delivered[0]", {"delivered": [{"ids": [1, 2, 3, 4]}]}),
     ("delivered[0]", {"delivered": [{"ids": [100]}]}),
+    ("ttft_target_seconds", {"ttft_target_seconds": -0.1}),
+    ("tpot_target_seconds", {"tpot_target_seconds": math.inf}),
+    ("waited_seconds", {"waited_seconds": math.nan}),
 ]
 
 

@@ -13,7 +13,7 @@ from services.worker.engine.batch import Batch, Span
 from services.worker.engine.sequence import Sequence
 from services.worker.engine.speculation.acceptance import Acceptance
 from services.worker.engine.speculation.drafter import Drafter, Outlook
-from services.worker.engine.speculation.step_time import Load, StepTime
+from services.worker.engine.step_time import StepTime, load_of
 
 _LEAST_RETURN = 1.25  # times what it costs, for each draft: at break-even there is nothing to gain, and estimates to lose by
 _LEAST_GAIN = 0.03  # of the tokens per second: less is lost in what the estimates are off by
@@ -42,32 +42,33 @@ class _Prospect(NamedTuple):
 
 
 class Speculator:
-    """Asks a drafter, weighs, and learns from what came. At most `max_drafts` tokens per sequence and step."""
+    """Asks a drafter, weighs, and learns from what came. At most `max_drafts` tokens per sequence and step.
+
+    `step_time` says what they cost; the batcher teaches it.
+    """
 
     def __init__(self, drafter: Drafter, max_drafts: int, step_time: StepTime | None = None) -> None:
         self.counters = SpeculationCounters()
         self._drafter = drafter
         self._max_drafts = max_drafts
-        self._step_time = step_time or StepTime()
+        self.step_time = step_time or StepTime()
         self.acceptance = Acceptance(drafter.prior)
         self._outlooks: dict[Sequence, Outlook] = {}  # of this step
         self._num_idle_steps = 0  # since the last draft, or chance of one
-        self._looks = True  # at this step
 
     def plan(self, spans: Seq[Span], room: Callable[[Span], int], budget: int) -> list[int]:
         """How many drafts each span should get: at most as there is room for, and `budget` in all."""
         self._outlooks.clear()
-        self._looks = self._num_idle_steps < _PATIENCE or self._num_idle_steps % _STRIDE == 0
-        if not self._looks:
+        if self._num_idle_steps >= _PATIENCE and self._num_idle_steps % _STRIDE:
             self._num_idle_steps += 1
             return [0] * len(spans)
-        tokens, seconds = float(sum(span.samples for span in spans)), self._step_time.seconds(load_of(spans))
+        tokens, seconds = float(sum(span.samples for span in spans)), self.step_time.seconds(load_of(spans))
         probing = self._num_idle_steps >= _PROBE_INTERVAL
         # Less likely drafts take more time than they bring tokens.
-        least_chance = 0.0 if probing else _LEAST_RETURN * tokens * self._step_time.draft_seconds() / seconds
+        least_chance = 0.0 if probing else _LEAST_RETURN * tokens * self.step_time.draft_seconds() / seconds
         prospects = self._prospects(spans, room, least_chance)
         counts = [0] * len(spans)
-        if not self._step_time.known or budget <= 0:
+        if not self.step_time.known or budget <= 0:
             return counts
         for prospect, count in zip(prospects, self._best_counts(prospects, tokens, seconds, budget), strict=True):
             counts[prospect.span] = count
@@ -94,7 +95,7 @@ class Speculator:
         best, best_rate = [0] * len(prospects), tokens / seconds * (1 + _LEAST_GAIN)
         if not prospects:
             return best
-        seconds += self._step_time.drafting_seconds()
+        seconds += self.step_time.drafting_seconds()
         # Each pass of a draft model serves all, so how many passes is the first question; others draft as deep as they like for nothing.
         pass_seconds = self._drafter.pass_seconds
         for depth in range(1, self._max_drafts + 1) if pass_seconds else (self._max_drafts,):
@@ -106,7 +107,7 @@ class Speculator:
     def _share(self, prospects: Seq[_Prospect], tokens: float, seconds: float, depth: int, budget: int) -> tuple[list[int], float]:
         """Drafts by prospect, at most `depth` each, as long as each raises the tokens per second; and what those come to."""
         counts = [0] * len(prospects)
-        draft_seconds = self._step_time.draft_seconds()
+        draft_seconds = self.step_time.draft_seconds()
         queue = [(-prospect.chance, index) for index, prospect in enumerate(prospects)]
         heapq.heapify(queue)
         while queue and budget > 0:
@@ -151,28 +152,11 @@ class Speculator:
                     self.acceptance.record(span.sequence, outlook.grade(depth), accepted=guess == token_id)
         return num_accepted
 
-    def observe(self, spans: Seq[Span], seconds: float) -> None:
-        """How long the step with these spans took. Of steps that weren't looked at nothing is learned: there are enough of their kind."""
-        if self._looks:
-            self._step_time.record(load_of(spans), seconds)
-
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended. Idempotent."""
         self._outlooks.pop(sequence, None)
         self.acceptance.forget(sequence)
         self._drafter.forget(sequence)
-
-
-def load_of(spans: Seq[Span]) -> Load:
-    """What a step with these spans has to do."""
-    num_tokens = num_rows = num_keys = 0
-    has_drafts = False
-    for span in spans:
-        num_tokens += span.length
-        num_rows += len(span.scored) + len(span.sampled)
-        num_keys += span.start + span.length
-        has_drafts |= bool(span.draft.token_ids)
-    return Load(num_tokens, num_rows, num_keys, has_drafts)
 
 
 def count_accepted(guesses: Seq[int], token_ids: Seq[int]) -> int:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from services.worker.engine.admission import Cause
 from services.worker.engine.batch import Batch
 from services.worker.engine.batcher import MAX_SCORED_ROWS
 from services.worker.engine.config import EngineConfig
@@ -38,6 +39,7 @@ def endings_of(requests: list[EngineRequest], config: EngineConfig = BIG, max_dr
     st.integers(1, 6),
     st.booleans(),
     st.integers(0, 40),
+    st.sampled_from([0, 1, 6, 100]),
     st.sampled_from([1, 3, 256]),
     st.sampled_from([0, 1, 3, 5, 8]),
 )
@@ -49,6 +51,7 @@ def test_any_company_any_pool_any_chunk_any_drafts_same_tokens(
     max_sequences: int,
     prefix_cache: bool,
     host_blocks: int,
+    swap_blocks: int,
     max_step_copies: int,
     max_drafts: int,
 ) -> None:
@@ -60,6 +63,7 @@ def test_any_company_any_pool_any_chunk_any_drafts_same_tokens(
         max_sequences=max_sequences,
         prefix_cache=prefix_cache,
         host_blocks=host_blocks,
+        swap_blocks=swap_blocks,
         max_step_copies=max_step_copies,
     )
     together = endings_of(requests, config, max_drafts)
@@ -74,10 +78,13 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         max_step_tokens=st.sampled_from([1, 3, 16, 200]),
         host_blocks=st.sampled_from([0, 3, 40]),
+        swap_blocks=st.sampled_from([0, 5, 40]),
         max_step_copies=st.sampled_from([1, 2, 256]),
         max_drafts=st.sampled_from([0, 1, 8]),
     )
-    def build(self, prefix_cache: bool, max_step_tokens: int, host_blocks: int, max_step_copies: int, max_drafts: int) -> None:
+    def build(
+        self, prefix_cache: bool, max_step_tokens: int, host_blocks: int, swap_blocks: int, max_step_copies: int, max_drafts: int
+    ) -> None:
         self.engine = fake_engine(
             EngineConfig(
                 num_blocks=16,
@@ -86,12 +93,14 @@ class EngineMachine(RuleBasedStateMachine):
                 max_sequences=5,
                 prefix_cache=prefix_cache,
                 host_blocks=host_blocks,
+                swap_blocks=swap_blocks,
                 max_step_copies=max_step_copies,
             ),
             speculator=always(max_drafts, Guesser(often_right)) if max_drafts else None,
         )
         self.added: dict[str, EngineRequest] = {}
         self.aborted: set[str] = set()
+        self.now = 0.0
         self.outputs: dict[Key, TokenOutput] = {}
 
     @rule(requests=some_requests(max_size=2))
@@ -117,7 +126,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 8))
     def step(self, steps: int) -> None:
         for _ in range(steps):
-            outputs = self.engine.step(0.0)
+            self.now += 5.0  # as good as the time in which a weight doubles
+            outputs = self.engine.step(self.now)
             assert not self.aborted & {output.request_id for output in outputs}, "news of an aborted request"
             collect(outputs, self.outputs)
             self.engine.check_integrity()
@@ -190,16 +200,18 @@ def test_one_that_is_fully_reserved_gives_way_to_nobody() -> None:
     assert counts == {"old": 1, "often": MAX_PREEMPTIONS}
 
 
-def test_nobody_overtakes_one_that_waits_for_room() -> None:
+@pytest.mark.parametrize(("seconds", "expected"), [(1.0, ["small", "running", "large"]), (60.0, ["running", "large", "small"])])
+def test_a_small_one_overtakes_a_large_one_until_that_has_waited_for_long(seconds: float, expected: list[str]) -> None:
     engine = fake_engine(EngineConfig(num_blocks=8, block_size=4, max_step_tokens=64))
     engine.add(EngineRequest("running", [1] * 12, greedy(5)))
     engine.step(0.0)
     engine.add(EngineRequest("large", [2] * 20, greedy(1)))
-    engine.add(EngineRequest("small", [3], greedy(1)))
+    engine.step(0.0)
+    engine.add(EngineRequest("small", [3, 3], greedy(1)))
     order = []
     while engine.has_work:
-        order += [output.request_id for output in engine.step(0.0) if output.finish_reason]
-    assert order == ["running", "large", "small"]
+        order += [output.request_id for output in engine.step(seconds) if output.finish_reason]
+    assert order == expected
 
 
 def test_a_lower_class_gives_way_first() -> None:
@@ -517,7 +529,7 @@ def test_scoring_survives_preemption_without_repeats(prefix_cache: bool) -> None
         for output in engine.step(0.0):
             scored += output.prompt_logprobs
         if len(scored) == 7 and not sequence.num_preemptions:
-            engine.batcher._preempt(sequence)
+            engine.batcher.admission.preempt(sequence, Cause.CAPACITY, 0.0)
     assert [position.chosen.token_id for position in scored] == list(range(12))
     assert sequence.num_preemptions >= 1
 
@@ -581,7 +593,7 @@ def test_abort_frees_blocks_at_once_in_every_state() -> None:
     engine.add(EngineRequest("decode", [1], greedy(20)))
     engine.step(0.0)
     engine.add(EngineRequest("prefill", list(range(30)), greedy(4)))
-    engine.add(EngineRequest("queued", [3], greedy(4)))
+    engine.add(EngineRequest("queued", [3], greedy(4), latency_class=3))
     engine.step(0.0)
     assert [(s.request_id, s.num_computed_tokens) for s in engine.batcher.queue.running] == [("decode", 2), ("prefill", 7)]
     for request_id in ("queued", "prefill", "decode", "decode", "never there"):

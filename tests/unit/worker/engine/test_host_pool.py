@@ -208,6 +208,59 @@ def test_without_slots_nothing_is_kept() -> None:
     assert (host.copies_out, host.take(keys), host.num_held) == ([], [], 0)
 
 
+# --- promises
+
+
+def test_what_is_promised_is_kept_wherever_it_lies_and_given_up_for_nothing() -> None:
+    host = HostPool(2, MANY, num_swappable=4)
+    on_host, on_device = keep(host, [1]), chain([2, 3])
+    slots = host.promise([*on_host, *on_device], [7])
+    assert slots is not None
+    assert host.copies_out == [Copy(7, slots[0])]
+    keep(host, [4, 5, 6, 7, 8])  # the tier has two slots left, and one until the device gives promised ones away
+    host.keep(0, on_device[0])
+    host.keep(1, on_device[1])
+    host.settle()
+    assert len(held(host, on_host)) == 1
+    assert len(held(host, on_device)) == 2
+    host.break_promise([*on_host, *on_device], slots)
+    host.check_integrity()
+    keep(host, [10, 11, 12, 13, 14, 15])
+    assert held(host, on_host) == held(host, on_device) == []
+
+
+def test_a_promise_that_has_no_room_takes_nothing() -> None:
+    host = HostPool(0, MANY, num_swappable=3)
+    keys = chain([1, 2])
+    assert host.promise(keys, [5]) is not None
+    assert host.promise(keys, [6]) is None
+    assert host.promise(chain([3]), []) is None
+    assert host.promise(keys, []) == [], "what is promised already costs nothing"
+    assert host.num_swapped == 3
+    host.settle()
+
+
+def test_a_step_reads_no_slot_that_a_promise_may_need() -> None:
+    host = HostPool(1, MANY, num_swappable=2)
+    cached = keep(host, [1, 2, 3])
+    assert host.promise(chain([8, 9]), []) == []
+    assert len(host.take(cached)) == 1
+    assert host.count(cached) == 3, "the others are there until they are needed"
+
+
+def test_without_a_tier_nothing_outlasts_its_promise() -> None:
+    host = HostPool(0, MANY, num_swappable=2)
+    keys = chain([1])
+    slots = host.promise(keys, [4])
+    assert slots is not None
+    host.keep(3, keys[0])
+    host.keep(2, chain([9])[0])  # promised to nobody
+    assert len(host.copies_out) == 2
+    host.settle()
+    host.break_promise(keys, slots)
+    assert host.num_held == 0
+
+
 # --- key identity
 
 _FIELD = st.sampled_from(["", "a", "b", "ab", "fp32", "bf16"])
@@ -409,7 +462,7 @@ class _Bus(FakeRunner):
     """A runner on which time passes: a second per page, and `token_seconds` per computed token."""
 
     def __init__(self, config: EngineConfig, token_seconds: float) -> None:
-        super().__init__(config.num_blocks, config.block_size, host_blocks=config.host_blocks, before_execute=self._compute)
+        super().__init__(config.num_blocks, config.block_size, host_blocks=config.num_host_slots, before_execute=self._compute)
         self.now = 0.0
         self.token_seconds = token_seconds
 

@@ -8,8 +8,9 @@ from services.worker.engine.batch import Batch, Span
 from services.worker.engine.request import EngineRequest
 from services.worker.engine.sequence import RequestState, Sequence
 from services.worker.engine.speculation.acceptance import Acceptance
-from services.worker.engine.speculation.speculator import Speculator, load_of
+from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.speculation.suffix_drafter import SuffixDrafter
+from services.worker.engine.step_time import load_of
 from tests.drafters import Guesser
 
 
@@ -44,7 +45,7 @@ class Device:
         counts = self.speculator.plan(spans, lambda _: 20, 1000)
         spans = drafted(self.speculator, spans, counts)
         seconds = 1.0 + self.cost * (sum(span.length for span in spans) - 1) + self.first * any(span.draft.token_ids for span in spans)
-        self.speculator.observe(spans, seconds * self.rng.uniform(0.97, 1.03))
+        self.speculator.step_time.record(load_of(spans), seconds * self.rng.uniform(0.97, 1.03))
         self.seconds += seconds + max(counts) * self.drafter.pass_seconds
         self.counts.append(counts)
         for span in spans:
@@ -119,7 +120,7 @@ def test_a_step_without_spans_is_planned_whatever_was_measured() -> None:
     assert speculator.plan([], lambda _: 8, 8) == []
     text = sequence(tokens=list(range(64)))
     for num_tokens in (1, 2, 4, 8, 16, 32) * 6:
-        speculator.observe([Span(text, 0, num_tokens, samples=False)], 0.001 * num_tokens**2)
+        speculator.step_time.record(load_of([Span(text, 0, num_tokens, samples=False)]), 0.001 * num_tokens**2)
     assert speculator.plan([], lambda _: 8, 8) == []
 
 
@@ -134,7 +135,7 @@ def test_a_guess_that_costs_nothing_is_judged_unseen() -> None:
         assert speculator.judge(span, [following]) == 0
         text.tokens.append(following)
     for _ in range(8):
-        speculator.observe([Span(text, 3, 1, samples=True)], 0.01)
+        speculator.step_time.record(load_of([Span(text, 3, 1, samples=True)]), 0.01)
     assert speculator.plan([Span(text, text.num_tokens - 1, 1, samples=True)], lambda _: 8, 8) == [8]
     assert speculator.counters.draft_tokens == 0
 
@@ -144,7 +145,7 @@ def test_what_is_behind_a_miss_is_no_outcome() -> None:
     drafter = Guesser(lambda sequence, drafted: 0, grades=(0, 1), prior=(0.5, 0.5))
     speculator = Speculator(drafter, 8)
     for _ in range(8):
-        speculator.observe([Span(sequence(), 2, 1, samples=True)], 0.01)
+        speculator.step_time.record(load_of([Span(sequence(), 2, 1, samples=True)]), 0.01)
     text = sequence()
     span = Span(text, 2, 1, samples=True)
     counts = speculator.plan([span], lambda _: 2, 8)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.worker.engine.speculation.step_time import Load, StepTime
+from services.worker.engine.step_time import Load, StepTime
 
 
 def seconds(load: Load) -> float:

@@ -1,7 +1,9 @@
-"""How long a step takes, as a line fitted to the steps so far: what one more draft costs. Pure; the engine brings the seconds."""
+"""How long a step takes, as a line fitted to the steps so far: what one more token or draft costs. Pure; the engine brings the seconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from services.worker.engine.batch import Span
 
 _MEMORY = 0.99  # weight of a step relative to the next one's
 _RIDGE = 1e-3  # what steps don't tell apart is the fixed part, but for what earlier ones told: a first draft is for free, and tells
@@ -9,6 +11,7 @@ _REFIT = 4  # steps between fits
 _MIN_STEPS = 4
 _LEAST_SECONDS = 1e-9
 _LEAST_MARGIN = 0.005  # of the fixed part: no draft is quite free
+_ERROR_MEMORY = 0.99  # as _MEMORY: the error is that of the steps that the fit is made of
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,18 @@ class Load:
         return 1.0, float(self.num_tokens), float(self.num_rows), float(self.num_keys), float(self.has_drafts)
 
 
+def load_of(spans: Sequence[Span]) -> Load:
+    """What a step with these spans has to do."""
+    num_tokens = num_rows = num_keys = 0
+    has_drafts = False
+    for span in spans:
+        num_tokens += span.length
+        num_rows += len(span.scored) + len(span.sampled)
+        num_keys += span.start + span.length
+        has_drafts |= bool(span.draft.token_ids)
+    return Load(num_tokens, num_rows, num_keys, has_drafts)
+
+
 class StepTime:
     """Online least squares of seconds = fixed + per token + per row + per key + for drafts at all, each >= 0.
 
@@ -37,6 +52,12 @@ class StepTime:
         self._sums = [0.0] * size
         self._num_steps = 0
         self._coefficients: list[float] = [0.0] * size
+        self._error = self._error_weight = 0.0
+
+    @property
+    def error(self) -> float:
+        """Mean of |foretold - measured| / measured over the latest steps, each foretold before it was learnt from; 0 before the first."""
+        return self._error / self._error_weight if self._error_weight else 0.0
 
     @property
     def known(self) -> bool:
@@ -47,6 +68,9 @@ class StepTime:
         """A step that has been."""
         if seconds <= 0:
             return
+        if self.known:
+            self._error = _ERROR_MEMORY * self._error + abs(self.seconds(load) / seconds - 1)
+            self._error_weight = _ERROR_MEMORY * self._error_weight + 1
         scaled = [feature / seconds for feature in load.features]  # the line shall come to 1 for it
         self._sums = [_MEMORY * total + value for total, value in zip(self._sums, scaled, strict=True)]
         self._products = [
@@ -60,6 +84,10 @@ class StepTime:
     def seconds(self, load: Load) -> float:
         """What a step with this load should take; more than 0, so that rates can be formed of it."""
         return max(sum(c * feature for c, feature in zip(self._coefficients, load.features, strict=True)), _LEAST_SECONDS)
+
+    def token_seconds(self) -> float:
+        """What one more token of a prompt adds to a step, its key included."""
+        return self._coefficients[1] + self._coefficients[3]
 
     def draft_seconds(self) -> float:
         """What one more draft adds to a step: a token, a row and a key."""
