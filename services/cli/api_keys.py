@@ -52,7 +52,9 @@ def create(
     org: Annotated[str, typer.Option("--org", parser=text("--org"), metavar="ORG", help="Whom it speaks for.")],
     name: Annotated[str, typer.Option("--name", parser=text("--name"), metavar="NAME", help="For people: what uses it, say.")],
     as_operator: Annotated[bool, typer.Option("--operator", help="It may also see and set what operators may.")] = False,
-    expires: Annotated[float, typer.Option("--expires", parser=span("--expires"), metavar="SPAN", help="30d, 12h; left out: never.")] = 0.0,
+    expires: Annotated[
+        float | None, typer.Option("--expires", parser=span("--expires"), metavar="SPAN", help="After 30d, or 12h; left out: never.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Makes an API key and prints it, this once: only a hash of it is kept."""

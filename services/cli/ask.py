@@ -9,6 +9,7 @@ from rich.console import Console
 
 from forebay.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from services.cli import client
+from services.cli.output import class_word
 from services.common.errors import from_rpc
 
 
@@ -21,6 +22,8 @@ class Answer:
     model: str = ""
     fingerprint: str = ""
     seed: int = 0
+    latency_class: str = ""
+    lowered_from: str = ""  # the class that was asked for, where the org may not have it
     finish_reason: str = ""
     usage: dict[str, int] = field(default_factory=dict)
     ttft_seconds: float = 0.0
@@ -79,6 +82,8 @@ async def _stream(target: client.Target, request: inference_pb2.ChatRequest, ans
                     started = event.started
                     answer.request_id, answer.model = started.request_id, started.model
                     answer.fingerprint, answer.seed = started.system_fingerprint, started.seed
+                    answer.latency_class = class_word(started.latency_class)
+                    answer.lowered_from = class_word(started.lowered_from) if started.lowered_from else ""
                 case "delta":
                     if not answer.ttft_seconds and event.delta.token_ids:
                         answer.ttft_seconds = time.perf_counter() - start
@@ -107,12 +112,13 @@ def print_end(request: inference_pb2.ChatRequest, answer: Answer, manner: Manner
 
 def _facts(answer: Answer) -> str:
     usage = answer.usage
+    ran = f"class {answer.latency_class}" + (f" (the org may not have {answer.lowered_from})" if answer.lowered_from else "")
     rate = f"{answer.tokens_per_second:.1f} tokens/s" if answer.tokens_per_second else "one token"
     first = f"{answer.ttft_seconds * 1000:.0f} ms"
     return "\n".join(
         (
             f"time to first token {first}, {rate}, {answer.total_seconds:.2f} s in all, ended by {answer.finish_reason}",
-            f"{usage['prompt_tokens']} prompt tokens ({usage['cached_tokens']} cached), {usage['completion_tokens']} generated",
+            f"{usage['prompt_tokens']} prompt tokens ({usage['cached_tokens']} cached), {usage['completion_tokens']} generated, {ran}",
             f"request {answer.request_id}, model {answer.model}, seed {answer.seed}, fingerprint {answer.fingerprint}",
         )
     )

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import grpc
 
-from forebay.v1 import inference_pb2, inference_pb2_grpc
+from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.cli import keys, valkey
+from services.cli.client import Target
 from services.cli.home import Home, Running
 from services.cli.models import ModelFiles
 from services.cli.options import shown
 from services.cli.problem import Problem, Usage
 from services.cli.supervisor import ChildSpec, Event, Supervisor
-from services.common import rpc
 from services.common.address import join, reachable
 
 _READY_SECONDS = 30.0
@@ -64,8 +64,7 @@ class Mesh:
         # Side by side, for both read model files; the gateway comes last, so that it is the first to stop.
         *_, gateway = await _all([*self._worker_starts(address), self._start_gateway(address, identity)])
         grpc_address, http_address = (reachable(str(gateway[face]), "127.0.0.1") for face in ("grpc_address", "http_address"))
-        await self._wait_for_models(grpc_address, identity.token)
-        names = tuple(model.name for model in self._plan.models)
+        names = await self._wait_for_models(Target(grpc_address, identity.token))
         running = Running(
             os.getpid(), grpc_address, f"http://{http_address}/v1", identity.token, names, self._supervisor.pids, self._internal_addresses
         )
@@ -144,7 +143,7 @@ class Mesh:
             "FOREBAY_INTERNAL_ADDRESS": "127.0.0.1:0",
             "FOREBAY_DRAIN_SECONDS": str(_DRAIN_SECONDS),
         }
-        if self._plan.policy is not None:
+        if self._plan.policy is not None and service in ("scheduler", "gateway"):
             common["FOREBAY_POLICY_FILE"] = str(self._plan.policy.resolve())
         pinned = {"internal_address": "FOREBAY_INTERNAL_ADDRESS", **(pins or {"address": "FOREBAY_LISTEN_ADDRESS"})}
         # -P: a folder called services where the person stands must not be taken for ours.
@@ -155,30 +154,37 @@ class Mesh:
         self._internal_addresses[spec.name] = str(facts["internal_address"])
         return facts
 
-    async def _wait_for_models(self, grpc_address: str, token: str) -> None:
-        """The gateway learns of workers from the scheduler within a second; a mesh is up when it has."""
+    async def _wait_for_models(self, target: Target) -> tuple[str, ...]:
+        """Returns when workers serve every model, with the names that clients may use: a policy file may give models others."""
         self._listener(Event("models", "starting"))
         deadline = asyncio.get_running_loop().time() + _READY_SECONDS
         waiting: list[str] = ["all models"]
-        async with rpc.channel(grpc_address) as channel:
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        async with target.channel() as channel:
             while waiting:
                 if asyncio.get_running_loop().time() > deadline:
                     raise Problem(f"no worker took up {', '.join(waiting)} within {_READY_SECONDS:g} s: see {self._home.logs}")
                 try:
-                    listed = await stub.ListModels(
-                        inference_pb2.ListModelsRequest(), metadata=[("authorization", f"Bearer {token}")], timeout=5
-                    )
+                    waiting = await self._unserved(target, channel)
                 except grpc.aio.AioRpcError as error:
                     if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                         raise Problem(
                             f"the gateway refuses its own token ({error.details()}): see {self._home.logs}/gateway.log"
                         ) from error
-                else:
-                    ready = {model.name for model in listed.models if model.ready}
-                    waiting = [model.name for model in self._plan.models if model.name not in ready]
                 await asyncio.sleep(0.05)
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            listed = await stub.ListModels(inference_pb2.ListModelsRequest(), metadata=target.metadata, timeout=5)
         self._listener(Event("models", "listening"))
+        offered = [model.name for model in listed.models]
+        names = [model.name for model in self._plan.models]
+        return tuple(dict.fromkeys([*(name for name in names if name in offered), *offered])) or tuple(names)
+
+    async def _unserved(self, target: Target, channel: grpc.aio.Channel) -> list[str]:
+        """Models of the plan that no worker serves yet, as the gateway sees it: what it tells here is what it goes by."""
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        fleet = await stub.GetFleet(admin_pb2.GetFleetRequest(), metadata=target.metadata, timeout=5)
+        ready = [worker.registration for worker in fleet.workers if worker.ready]
+        served = {model.model.rpartition("@")[0] for worker in ready for model in worker.models if model.loaded}
+        return [model.name for model in self._plan.models if model.name not in served]
 
 
 async def _all(starts: Iterable[Start]) -> list[Mapping[str, object]]:

@@ -7,6 +7,7 @@ import typer
 
 from services.cli.output import print_json
 from services.cli.problem import Problem
+from services.policy.check import problems
 from services.policy.document import PolicyError
 from services.policy.policy import load
 
@@ -14,7 +15,7 @@ app = typer.Typer(name="policy", rich_markup_mode=None, no_args_is_help=True)
 
 
 @app.callback()
-def policy() -> None:
+def policies() -> None:
     """Looks at policy files: orgs, tiers, classes and models."""
 
 
@@ -23,19 +24,18 @@ def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A policy file.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Reads FILE as a mesh would, and says what is wrong in which line."""
-    try:
-        found = load(file)
-    except PolicyError as error:
-        if not as_json:
-            raise Problem(str(error)) from None
-        print_json({"usable": False, "line": error.line, "problem": error.message})
-        raise typer.Exit(1) from None
-    sizes: dict[str, object] = {part: len(getattr(found, part)) for part in ("tiers", "orgs", "models")}
+    """Reads FILE as a mesh would, and says what is wrong in which lines."""
+    found = problems(file)
     if as_json:
-        print_json({"usable": True, **sizes})
+        print_json({"usable": not found, "problems": [{"line": problem.line, "problem": problem.message} for problem in found]})
+    elif not found:
+        policy = load(file)
+        print(f"{file} can be used: {len(policy.tiers)} tiers, {len(policy.orgs)} orgs, {len(policy.models)} models")
     else:
-        print(f"{file} can be used: " + ", ".join(f"{size} {part}" for part, size in sizes.items()))
+        *others, last = map(str, found)
+        raise Problem(last, tuple(others))
+    if found:
+        raise typer.Exit(1)
 
 
 def require_usable(file: Path) -> None:
@@ -43,4 +43,4 @@ def require_usable(file: Path) -> None:
     try:
         load(file)
     except PolicyError as error:
-        raise Problem(str(error)) from None
+        raise Problem(f"{error}; `forebay policy check` shows all that is wrong") from None

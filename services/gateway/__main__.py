@@ -91,10 +91,10 @@ def build(settings: GatewaySettings, registry: CollectorRegistry) -> Gateway:
 
 
 def _authenticator(settings: GatewaySettings, api_keys: ApiKeys) -> Authenticator:
-    issuer = settings.jwt_issuer or settings.oidc_issuer
+    keys, issuer = _keys(settings), settings.jwt_issuer or settings.oidc_issuer
     if settings.oidc_issuer and issuer != settings.oidc_issuer:
         raise SettingsError("FOREBAY_JWT_ISSUER and FOREBAY_OIDC_ISSUER differ: leave FOREBAY_JWT_ISSUER out, its tokens carry the other")
-    return Authenticator(_keys(settings), issuer=issuer, audience=settings.jwt_audience, api_key_owner=api_keys.caller)
+    return Authenticator(keys, issuer=issuer, audience=settings.jwt_audience, api_key_owner=api_keys.caller)
 
 
 def _keys(settings: GatewaySettings) -> KeySource:

@@ -29,7 +29,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def GetFleet(self, _: admin_pb2.GetFleetRequest, __: Context) -> admin_pb2.GetFleetResponse:
         """See admin.proto."""
         caller().require("operator")
-        return await self._gateway.mesh.fleet()
+        return await self._gateway.fleet.see()
 
     async def ListOrgs(self, request: admin_pb2.ListOrgsRequest, _: Context) -> admin_pb2.ListOrgsResponse:
         """See admin.proto."""

@@ -29,16 +29,11 @@ class Catalogue:
 
         Of a canary's targets, `sticky` always gets the same one while workers serve it. Raises NOT_FOUND, which blames `field`.
         """
-        entries, offered = self._entries(), [model.name for model in self.list(policy)]
-        if not name and len(offered) == 1:
-            name = offered[0]
-        candidates = self._candidates(entries, name, policy)
+        entries = self._entries()
+        candidates = self._candidates(entries, name or self._only_name(policy), policy)
         if not candidates:
-            known = ", ".join(offered[:_MAX_NAMED]) or "no model for this org"
-            what = f"there is no model {name[:_MAX_NAME_CHARS]!a}" if name else f"{field} is missing"
-            message = f"{what}: this mesh serves {known}"
-            raise StatusError(Code.NOT_FOUND, message, reason="MODEL_NOT_FOUND", violations=[FieldViolation(field, message)])
-        point = _point(f"{policy.org}\0{name}\0{sticky}")
+            raise self._not_found(name, policy, field)
+        point = _point(f"{policy.org}\0{name}\0{sticky}") if len(candidates) > 1 else 0.0
         chosen = _pick(candidates, point)
         if chosen.ready:
             return chosen
@@ -47,6 +42,16 @@ class Catalogue:
             if ready:
                 return _pick(ready, point)
         return chosen
+
+    def _only_name(self, policy: types_pb2.OrgPolicy) -> str:
+        offered = self.list(policy)
+        return offered[0].name if len(offered) == 1 else ""
+
+    def _not_found(self, name: str, policy: types_pb2.OrgPolicy, field: str) -> StatusError:
+        known = ", ".join(model.name for model in self.list(policy)[:_MAX_NAMED]) or "no model for this org"
+        what = f"there is no model {name[:_MAX_NAME_CHARS]!a}" if name else f"{field} is missing"
+        message = f"{what}: this mesh serves {known}"
+        return StatusError(Code.NOT_FOUND, message, reason="MODEL_NOT_FOUND", violations=[FieldViolation(field, message)])
 
     def list(self, policy: types_pb2.OrgPolicy) -> Sequence[ServedModel]:
         """What the org may name, by name: public models with the facts of their likeliest target, and models that no entry is about."""

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from forebay.v1 import admin_pb2
 from services.common import log
 from services.common.errors import StatusError
 from services.gateway.mesh import Mesh
@@ -25,18 +26,22 @@ class FleetWatch:
         self._seen_at: float | None = None
         self._problem = "no scheduler has answered yet"
 
+    async def see(self) -> admin_pb2.GetFleetResponse:
+        """The fleet now, which is this gateway's view from here on. Raises UNAVAILABLE where no scheduler answers."""
+        fleet = await self._mesh.fleet()
+        self._problem = ""
+        self._seen_at = self._clock()
+        self._models.update_fleet(fleet)
+        return fleet
+
     async def look(self) -> None:
         """Asks once. A failure leaves the last view, and is the reason for not being ready once that is too old."""
         try:
-            fleet = await self._mesh.fleet()
+            await self.see()
         except StatusError as error:
             if not self._problem:
                 _log.warning("fleet_unknown", why=error.message)
             self._problem = error.message
-            return
-        self._problem = ""
-        self._seen_at = self._clock()
-        self._models.update_fleet(fleet)
 
     async def run(self) -> None:
         """Asks for ever."""

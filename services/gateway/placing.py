@@ -75,7 +75,7 @@ class Placement:
             except StatusError as error:
                 self._asking = False
                 if error.code is not Code.UNAVAILABLE:
-                    raise
+                    raise self._seen_by_the_client(error) from None
                 if not self._epoch and excluded:
                     excluded = []  # better a doubtful worker than none
                     continue
@@ -85,6 +85,15 @@ class Placement:
             await self._deadline.pause(pause)
             excluded = self._mesh.excluded() if self._epoch else []
             attempt += 1
+
+    def _seen_by_the_client(self, error: StatusError) -> StatusError:
+        """A refusal. Where the org's policy has changed since admission, it is what admission will say in a few seconds."""
+        match error.reason:
+            case "MODEL_NOT_ALLOWED":
+                return StatusError(Code.NOT_FOUND, f"there is no model {self._model.name}", reason="MODEL_NOT_FOUND")
+            case "CLASS_NOT_ALLOWED":
+                return unavailable("the classes of this org have just changed: try again", 2.0, reason="POLICY_CHANGED")
+        return error
 
     async def _ask(self, excluded: list[str], num_delivered_tokens: int) -> scheduler_pb2.Lease:
         """Asks every scheduler until one knows. The next one's turn comes where one can't be reached or can't reach Redis."""

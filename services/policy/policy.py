@@ -76,7 +76,11 @@ def load(path: Path) -> Policy:
 
 def parse(text: str) -> Policy:
     """The policy of a YAML text. PolicyError names the line."""
-    root = document.compose(text)
+    return read(document.compose(text))
+
+
+def read(root: Node) -> Policy:
+    """The policy of a composed text. PolicyError names the line."""
     readers: dict[str, Reader] = {"tiers": _tiers, "default_tier": name, "orgs": _orgs, "classes": _classes, "models": _models}
     found = record(root, "", readers)
     policy = Policy(**found)

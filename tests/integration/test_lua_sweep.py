@@ -97,3 +97,17 @@ async def test_deadlines_that_pass_in_the_queue_end_tickets_whoever_queued_them(
         assert await bench.waiting() == ["early"]
         await bench.place(make_ticket("runs"), make_worker())
         assert await bench.raw("ZRANGE", keys.DEADLINES, 0, -1) == ["early"], "what runs has its deadline on its worker"
+
+
+async def test_a_clock_set_forward_ends_no_stream_that_has_time_left(redis_server) -> None:
+    """Case F23: its scheduler, which counts on a clock of its own, queues it again at its old place."""
+    async with ledger_bench(redis_server.url, timing=Timing(60, 60, 60, 5)) as bench:
+        first = await bench.queue(make_ticket("first"))
+        await bench.queue(make_ticket("second"))
+        await bench.raw("HSET", keys.ticket("first"), "deadline", 1)
+        await bench.raw("ZADD", keys.DEADLINES, 1, "first")
+        assert [ended.reason for ended in await bench.ledger.sweep()] == ["deadline"]
+        again = await bench.enqueue(first, deadline_seconds=30)
+        assert isinstance(again, Queued)
+        assert 29 <= again.left_seconds <= 30
+        assert await bench.waiting() == ["first", "second"]

@@ -62,11 +62,11 @@ class GenerateRequest(_message.Message):
     LABEL_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """A name or alias from ListModels. May be empty where the mesh serves one model."""
+    """A name or alias from ListModels, with @level behind where that is served. May be empty where the org may use one model."""
     text: _builtins.str
     """Text, tokenised by the model's tokenizer."""
     latency_class: _types_pb2.LatencyClass.ValueType
-    """How urgent."""
+    """How urgent; unspecified: realtime for a chat with tools where the org may have that, else the org's default."""
     label: _builtins.str
     """The client's own id, up to 128 printable characters. Echoed, never used as a key."""
     echo: _builtins.bool
@@ -221,9 +221,9 @@ class ChatRequest(_message.Message):
     PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     ENABLE_THINKING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """A name or alias from ListModels. May be empty where the mesh serves one model."""
+    """A name or alias from ListModels, with @level behind where that is served. May be empty where the org may use one model."""
     latency_class: _types_pb2.LatencyClass.ValueType
-    """How urgent."""
+    """How urgent; unspecified: realtime for a chat with tools where the org may have that, else the org's default."""
     label: _builtins.str
     """The client's own id, up to 128 printable characters. Echoed, never used as a key."""
     tool_mode: Global___ToolMode.ValueType

@@ -26,8 +26,11 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim.
-    The call's deadline is the request's, of more than 7 days 7 days; without one it is 120 s for realtime, 600 s for standard, a day for batch.
+    """Generation with the models of the mesh, for tokens with the role `user`. Every call carries `authorization: Bearer TOKEN`: a JWT, whose org
+    is its `owner` claim, or an API key. A token that expires while a call runs ends nothing. RESOURCE_EXHAUSTED + QuotaFailure: over the org's
+    quota; with RetryInfo and QuotaState where it may fit later.
+    The call's deadline is the request's, of more than 7 days 7 days; without one it is the policy's for the class, else 120 s for realtime,
+    600 s for standard, a day for batch.
     """
 
     def __init__(self, channel):
@@ -64,8 +67,11 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim.
-    The call's deadline is the request's, of more than 7 days 7 days; without one it is 120 s for realtime, 600 s for standard, a day for batch.
+    """Generation with the models of the mesh, for tokens with the role `user`. Every call carries `authorization: Bearer TOKEN`: a JWT, whose org
+    is its `owner` claim, or an API key. A token that expires while a call runs ends nothing. RESOURCE_EXHAUSTED + QuotaFailure: over the org's
+    quota; with RetryInfo and QuotaState where it may fit later.
+    The call's deadline is the request's, of more than 7 days 7 days; without one it is the policy's for the class, else 120 s for realtime,
+    600 s for standard, a day for batch.
     """
 
     def Generate(self, request, context):
@@ -90,7 +96,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists the models that the mesh serves.
+        """Lists the models that the org may use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,8 +146,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim.
-    The call's deadline is the request's, of more than 7 days 7 days; without one it is 120 s for realtime, 600 s for standard, a day for batch.
+    """Generation with the models of the mesh, for tokens with the role `user`. Every call carries `authorization: Bearer TOKEN`: a JWT, whose org
+    is its `owner` claim, or an API key. A token that expires while a call runs ends nothing. RESOURCE_EXHAUSTED + QuotaFailure: over the org's
+    quota; with RetryInfo and QuotaState where it may fit later.
+    The call's deadline is the request's, of more than 7 days 7 days; without one it is the policy's for the class, else 120 s for realtime,
+    600 s for standard, a day for batch.
     """
 
     @staticmethod

@@ -27,8 +27,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim.
-    The call's deadline is the request's, of more than 7 days 7 days; without one it is 120 s for realtime, 600 s for standard, a day for batch.
+    """Generation with the models of the mesh, for tokens with the role `user`. Every call carries `authorization: Bearer TOKEN`: a JWT, whose org
+    is its `owner` claim, or an API key. A token that expires while a call runs ends nothing. RESOURCE_EXHAUSTED + QuotaFailure: over the org's
+    quota; with RetryInfo and QuotaState where it may fit later.
+    The call's deadline is the request's, of more than 7 days 7 days; without one it is the policy's for the class, else 120 s for realtime,
+    600 s for standard, a day for batch.
     """
 
     @_typing.overload
@@ -42,14 +45,17 @@ class InferenceServiceStub:
     CountTokens: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]
     """Counts a text's tokens, and returns them."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
-    """Lists the models that the mesh serves."""
+    """Lists the models that the org may use."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Describes one model. NOT_FOUND where there is none of that name."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim.
-    The call's deadline is the request's, of more than 7 days 7 days; without one it is 120 s for realtime, 600 s for standard, a day for batch.
+    """Generation with the models of the mesh, for tokens with the role `user`. Every call carries `authorization: Bearer TOKEN`: a JWT, whose org
+    is its `owner` claim, or an API key. A token that expires while a call runs ends nothing. RESOURCE_EXHAUSTED + QuotaFailure: over the org's
+    quota; with RetryInfo and QuotaState where it may fit later.
+    The call's deadline is the request's, of more than 7 days 7 days; without one it is the policy's for the class, else 120 s for realtime,
+    600 s for standard, a day for batch.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -60,13 +66,16 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     CountTokens: _aio.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Counts a text's tokens, and returns them."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """Lists the models that the mesh serves."""
+    """Lists the models that the org may use."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model. NOT_FOUND where there is none of that name."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Generation with the models of the mesh. Every call carries `authorization: Bearer <JWT>`; the org is the token's `owner` claim.
-    The call's deadline is the request's, of more than 7 days 7 days; without one it is 120 s for realtime, 600 s for standard, a day for batch.
+    """Generation with the models of the mesh, for tokens with the role `user`. Every call carries `authorization: Bearer TOKEN`: a JWT, whose org
+    is its `owner` claim, or an API key. A token that expires while a call runs ends nothing. RESOURCE_EXHAUSTED + QuotaFailure: over the org's
+    quota; with RetryInfo and QuotaState where it may fit later.
+    The call's deadline is the request's, of more than 7 days 7 days; without one it is the policy's for the class, else 120 s for realtime,
+    600 s for standard, a day for batch.
     """
 
     @_abc_1.abstractmethod
@@ -99,7 +108,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ListModelsResponse, _abc.Awaitable[_inference_pb2.ListModelsResponse]]:
-        """Lists the models that the mesh serves."""
+        """Lists the models that the org may use."""
 
     @_abc_1.abstractmethod
     def GetModel(

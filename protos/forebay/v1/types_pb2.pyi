@@ -26,7 +26,7 @@ class _LatencyClass:
 class _LatencyClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LatencyClass.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     LATENCY_CLASS_UNSPECIFIED: _LatencyClass.ValueType  # 0
-    """The server picks: standard."""
+    """The org's policy picks: standard, unless it says otherwise."""
     LATENCY_CLASS_REALTIME: _LatencyClass.ValueType  # 1
     """Interactive: the aim is a p99 time to first token under 200 ms."""
     LATENCY_CLASS_STANDARD: _LatencyClass.ValueType  # 2
@@ -38,7 +38,7 @@ class LatencyClass(_LatencyClass, metaclass=_LatencyClassEnumTypeWrapper):
     """How urgent a request is: realtime is placed and run before standard, standard before batch."""
 
 LATENCY_CLASS_UNSPECIFIED: LatencyClass.ValueType  # 0
-"""The server picks: standard."""
+"""The org's policy picks: standard, unless it says otherwise."""
 LATENCY_CLASS_REALTIME: LatencyClass.ValueType  # 1
 """Interactive: the aim is a p99 time to first token under 200 ms."""
 LATENCY_CLASS_STANDARD: LatencyClass.ValueType  # 2

@@ -162,13 +162,14 @@ _ERROR: Schema = {
 _ANSWERS = {
     400: "The request can't be honoured; `param` names the field.",
     401: "No valid token.",
+    403: "The token lacks the role `user`.",
     404: "No such model.",
     408: "The body took longer than 30 s.",
     413: "Larger than 8 MiB.",
     415: "Not JSON.",
-    429: "The answer was not read fast enough; see retry-after.",
+    429: "Over the org's quota, see x-ratelimit-* and retry-after; or the answer was not read fast enough.",
     500: "Our fault.",
-    503: "No worker has room; see retry-after.",
+    503: "No worker has room, or no scheduler answers; see retry-after.",
     504: "The deadline passed.",
 }
 
@@ -200,7 +201,7 @@ _HEADERS = [
 def _post(summary: str, properties: Mapping[str, Schema], required: list[str], headers: list[Schema], *, streams: bool) -> dict[str, Any]:
     schema = {"type": "object", "required": required, "properties": properties}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    codes = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504) if streams else (400, 401, 404, 408, 413, 415, 500)
+    codes = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504) if streams else (400, 401, 403, 404, 408, 413, 415, 500, 503)
     return {
         "summary": summary,
         "responses": _responses(*codes, streams=streams),
@@ -245,8 +246,8 @@ TOKENIZE = _post(
     [_ID, _STRICT],
     streams=False,
 )
-MODELS = _get("List models", 401)
-MODEL = _get("Describe a model", 401, 404)
+MODELS = _get("List models", 401, 403, 503)
+MODEL = _get("Describe a model", 401, 403, 404, 503)
 MODEL["openapi_extra"] = {
     **MODEL["openapi_extra"],
     "parameters": [_ID, {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],

@@ -50,8 +50,10 @@ elseif known == 0 and lost == 0 and (not t or t.reason == 'shed') then
   if not fits then return {'full', depth} end
 end
 
-local order, enqueued, deadline = t and t.order, t and t.enqueued, t and t.deadline or NOW + tonumber(ARGV[6])
-if tonumber(deadline) <= NOW then
+local order, enqueued = t and t.order, t and t.enqueued
+-- The first call's, but a stream that is here already counts on a clock that nobody sets.
+local deadline = tonumber(known == 0 and t and t.deadline or NOW + ARGV[6])
+if deadline <= NOW then
   if t and t.state == 'lost' then mark_ended(t, 'deadline') end
   return {'expired'}
 end
@@ -76,6 +78,7 @@ redis.call('HSET', KEYS[1], 'spec', ARGV[2], 'queue', queue, 'line', line, 'clas
            'prompt', int(quota.prompt), 'reserved', int(quota.tokens))
 if t and t.state == 'queued' then
   redis.call('ZADD', K.held, NOW, id)
+  redis.call('ZADD', K.deadlines, int(deadline), id)
 else
   enqueue({id = id, queue = queue, line = line, order = order, deadline = deadline})
   publish({event = 'queued', from = ARGV[13]})

@@ -16,6 +16,7 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
 
     def __init__(self) -> None:
         self.asked: list[inference_pb2.ChatRequest] = []
+        self.acts: list[Any] = []  # requests of operators
         self.tokens: list[Any] = []
         self.cancelled = threading.Event()
 
@@ -28,7 +29,11 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
             await context.abort(grpc.StatusCode.NOT_FOUND, "no model is called none: see ListModels")
         if request.messages[-1].content == "little room" and request.sampling.max_tokens > 100:
             await abort(context, invalid("max_tokens", f"max_tokens is {request.sampling.max_tokens}: there is room for 100"))
-        yield inference_pb2.ChatResponse(started=inference_pb2.Started(request_id="r-1", model="tiny@fp32", seed=9, system_fingerprint="f"))
+        asked = request.latency_class or types_pb2.LATENCY_CLASS_STANDARD
+        lowered = asked if asked == types_pb2.LATENCY_CLASS_REALTIME else None
+        started = inference_pb2.Started(request_id="r-1", model="tiny@fp32", seed=9, system_fingerprint="f", lowered_from=lowered)
+        started.latency_class = types_pb2.LATENCY_CLASS_STANDARD if lowered else asked
+        yield inference_pb2.ChatResponse(started=started)
         if request.messages[-1].content in ("forever", "break"):
             async for response in self._no_whole_answer(request.messages[-1].content, context):
                 yield response
@@ -64,3 +69,45 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         )
         queue = admin_pb2.QueueDepth(model="tiny@fp32", latency_class=types_pb2.LATENCY_CLASS_BATCH, num_waiting=4, oldest_seconds=2)
         return admin_pb2.GetFleetResponse(workers=workers, queues=[queue])
+
+    async def CreateKey(self, request: Any, context: Any) -> admin_pb2.CreateKeyResponse:  # type: ignore[override]
+        self.acts.append(request)
+        if request.org == "refused":
+            await abort(context, invalid("org", "org is refused: it must be another"))
+        expires_at = 1_800_000_000 if request.lifetime_seconds else 0
+        info = admin_pb2.ApiKey(key_id="k1", org=request.org, name=request.name, roles=request.roles, expires_at=expires_at)
+        return admin_pb2.CreateKeyResponse(key="fb_secret", info=info)
+
+    async def ListKeys(self, request: Any, context: Any) -> admin_pb2.ListKeysResponse:  # type: ignore[override]
+        self.acts.append(request)
+        key = admin_pb2.ApiKey(key_id="k1", org="acme", name="[ci]", roles=["user", "operator"], created_at=1_700_000_000)
+        return admin_pb2.ListKeysResponse(keys=[] if request.org == "none" else [key])
+
+    async def RevokeKey(self, request: Any, context: Any) -> admin_pb2.RevokeKeyResponse:  # type: ignore[override]
+        self.acts.append(request)
+        return admin_pb2.RevokeKeyResponse()
+
+    async def ListOrgs(self, request: Any, context: Any) -> admin_pb2.ListOrgsResponse:  # type: ignore[override]
+        own = types_pb2.OrgPolicy(org="acme", tier="gold", tokens_per_minute=60_000, tokens_burst=90_000, models=["chat", "code-*"])
+        for org in (own, others := types_pb2.OrgPolicy(org="*")):
+            org.default_class, org.ceiling_class, org.kv_share, org.weight = 2, 1, 0.5, 2
+        return admin_pb2.ListOrgsResponse(orgs=[others, own], overridden=["acme"])
+
+    async def SetOrg(self, request: Any, context: Any) -> admin_pb2.SetOrgResponse:  # type: ignore[override]
+        self.acts.append(request)
+        return admin_pb2.SetOrgResponse(policy=request.policy)
+
+    async def ResetOrg(self, request: Any, context: Any) -> admin_pb2.ResetOrgResponse:  # type: ignore[override]
+        self.acts.append(request)
+        return admin_pb2.ResetOrgResponse(policy=types_pb2.OrgPolicy(org=request.org))
+
+    async def GetUsage(self, request: Any, context: Any) -> admin_pb2.GetUsageResponse:  # type: ignore[override]
+        self.acts.append(request)
+        row = admin_pb2.UsageRow(org="acme", day="2026-12-02", model="tiny@fp32", latency_class=types_pb2.LATENCY_CLASS_BATCH)
+        row.num_requests, row.num_failed, row.prompt_tokens, row.completion_tokens, row.cached_tokens = 1200, 3, 45_678, 9, 16
+        return admin_pb2.GetUsageResponse(rows=[] if request.org == "none" else [row])
+
+    async def ListAudit(self, request: Any, context: Any) -> admin_pb2.ListAuditResponse:  # type: ignore[override]
+        self.acts.append(request)
+        entry = admin_pb2.AuditEntry(at=1_700_000_000, actor="ops/olga", act="SetOrg", target="acme", details="weight=2", outcome="OK")
+        return admin_pb2.ListAuditResponse(entries=[entry])

@@ -63,8 +63,17 @@ def test_facts_are_never_wrapped(gateway: Gateway, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "20")
     first, second, third = CliRunner().invoke(app, ["run", "-v", "Hello"]).stderr.splitlines()
     assert first.startswith("time to first token")
-    assert second == "5 prompt tokens (1 cached), 2 generated"
+    assert second == "5 prompt tokens (1 cached), 2 generated, class standard"
     assert third == "request r-1, model tiny@fp32, seed 9, fingerprint f"
+
+
+def test_a_class_that_the_org_may_not_have_is_told(gateway: Gateway) -> None:
+    facts = CliRunner().invoke(app, ["run", "-v", "--class", "realtime", "Hello"]).stderr
+    assert "2 generated, class standard (the org may not have realtime)" in facts
+    answer = json.loads(_run("run", "--json", "--class", "realtime", "Hello"))
+    assert (answer["latency_class"], answer["lowered_from"]) == ("standard", "realtime")
+    assert json.loads(_run("run", "--json", "Hello"))["lowered_from"] == ""
+    assert gateway.asked[-1].latency_class == types_pb2.LATENCY_CLASS_UNSPECIFIED, "the org's own"
 
 
 def test_an_error_starts_on_a_line_of_its_own(gateway: Gateway) -> None:

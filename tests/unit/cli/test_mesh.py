@@ -44,13 +44,14 @@ async def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Ch
     recorder = Recorder()
     monkeypatch.setattr(mesh_module, "Supervisor", lambda *_: recorder)
 
-    async def no_wait(*_: Any) -> None:
-        pass
+    async def no_wait(*_: Any) -> tuple[str, ...]:
+        return ("a", "b")
 
     monkeypatch.setattr(Mesh, "_wait_for_models", no_wait)
     home = Home(tmp_path)
     home.make()
-    mesh = Mesh(Plan(MODELS, workers=2, host="0.0.0.0", grpc_port=0, http_port=0, kv_memory="64MB"), home, lambda _: None)
+    plan = Plan(MODELS, workers=2, host="0.0.0.0", grpc_port=0, http_port=0, kv_memory="64MB", policy=Path("policy.yaml"))
+    mesh = Mesh(plan, home, lambda _: None)
     with home.lock():
         running = await mesh.start()
         assert home.read() == running
@@ -66,6 +67,11 @@ async def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Ch
 
 def test_they_start_in_order_of_need(specs: dict[str, ChildSpec]) -> None:
     assert list(specs) == ["valkey", "scheduler", "worker-1", "worker-2", "worker-3", "worker-4", "gateway"]
+
+
+def test_the_policy_file_is_for_scheduler_and_gateway(specs: dict[str, ChildSpec]) -> None:
+    told = {name: spec.environment["FOREBAY_POLICY_FILE"] for name, spec in specs.items() if "FOREBAY_POLICY_FILE" in spec.environment}
+    assert told == dict.fromkeys(("scheduler", "gateway"), str(Path("policy.yaml").resolve()))
 
 
 def test_workers_share_models_and_cores(specs: dict[str, ChildSpec]) -> None:

@@ -18,6 +18,8 @@ from services.cli.problem import Usage
         (options.memory("-m"), "512MB", "512MB"),
         (options.memory("-m"), "2GiB", "2GiB"),
         (options.memory("-m"), "1000000", "1000000"),
+        (options.span("-s"), "90s", 90.0),
+        (options.span("-s"), "30d", 2_592_000.0),
         (options.text("-t"), "Grüße 😀", "Grüße 😀"),
     ],
 )
@@ -32,6 +34,7 @@ def test_what_they_take(parse: Callable[[object], object], given: object, value:
         *((options.real("-x", 0, 100), given) for given in ("-0.1", "100.1", "inf", "nan", "1e999", "", "a")),
         *((options.choice("-c", ("a", "b")), given) for given in ("c", "", "A")),
         *((options.memory("-m"), given) for given in ("0", "-1MB", "MB", "1 potato", "", "nan")),
+        *((options.span("-s"), given) for given in ("0s", "-1d", "1", "d", "1.5h", "3651d", "9" * 20 + "s", "1y", "", "٣d")),
         (options.text("-t"), "a\udcff"),
     ],
 )

@@ -211,6 +211,11 @@ async def test_x04(bench: Bench, name: str) -> None:
     assert len(message) < 200
 
 
+@pytest.mark.parametrize(("claim", "skew"), [("exp", -31), ("nbf", 31), ("iat", 31)])
+async def test_b42e_clocks_beyond_30_seconds(bench: Bench, claim: str, skew: int) -> None:
+    assert claim in await bench.refusal(token({claim: NOW + skew})) or claim == "exp"
+
+
 @pytest.mark.parametrize("skew", [-29, -1, 0, 1, 29])
 async def test_b42e_clocks_within_30_seconds(bench: Bench, skew: int) -> None:
     assert (await bench.ask(token({"iat": NOW + skew, "nbf": NOW + skew}))).org == "acme"
@@ -259,6 +264,10 @@ class Clock:
 
 def only(key_id: str) -> str:
     return json.dumps({"keys": [{**OKPAlgorithm.to_jwk(ED25519.public_key(), as_dict=True), "kid": key_id}]})
+
+
+def both(*key_ids: str) -> str:
+    return json.dumps({"keys": [key for name in key_ids for key in json.loads(only(name))["keys"]]})
 
 
 async def test_x05_a_changed_file_is_read_again(tmp_path: Path) -> None:
@@ -313,6 +322,7 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answers)
         self.url = f"http://127.0.0.1:{self.server_port}/jwks"
         self.answer: str | bytes = only("old")
+        self.paths: dict[str, str] = {}  # other bodies, by path
         self.redirect = ""
         self.down = False
         self.num_fetches = 0
@@ -325,7 +335,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.server.num_fetches += 1
         if self.server.down:
             return  # closes without a word
-        body = self.server.answer
+        body = self.server.paths.get(self.path, self.server.answer)
         self.send_response(302 if self.server.redirect else 200)
         if self.server.redirect:
             self.send_header("location", self.server.redirect)
@@ -359,6 +369,27 @@ async def test_x04_unknown_keys_make_no_storm_of_fetches(endpoint: Endpoint) -> 
     assert await keys.find("new")
     assert await keys.find("old") is None
     assert endpoint.num_fetches == 2
+
+
+async def test_x05_rotation_under_load(endpoint: Endpoint) -> None:
+    """200 at once in every second of a rotation: valid tokens are taken throughout, with a fetch in 10 s at most."""
+    clock = Clock()
+    keys = UrlKeys(endpoint.url, clock)
+    authenticator = Authenticator(keys, issuer=ISSUER, audience=AUDIENCE, clock=lambda: NOW)
+    stages = [(only("old"), ("old",)), (both("old", "new"), ("old", "new")), (only("new"), ("new",))]
+    for document, valid in stages:
+        endpoint.answer = document
+        clock.now += 300  # old keys are looked at again
+        for second in range(20):
+            clock.now += 1
+            endpoint.down = second % 3 == 1  # what is known lasts
+            names = [valid[number % len(valid)] for number in range(200)]
+            callers = await asyncio.gather(*(authenticator.authenticate(token(kid=name)) for name in names))
+            assert {caller.org for caller in callers} == {"acme"}
+    with pytest.raises(StatusError) as caught:
+        await authenticator.authenticate(token(kid="old"))
+    assert caught.value.code is Code.UNAUTHENTICATED
+    assert endpoint.num_fetches <= (clock.now - 1000) / 10
 
 
 async def test_x05_a_removed_key_ends_with_the_cache(endpoint: Endpoint) -> None:

@@ -19,3 +19,12 @@ async def test_a_view_that_nobody_refreshes_is_no_reason_to_be_ready() -> None:
         now += STALE_SECONDS + 1
         assert "last seen" in (watch.why_not_ready() or "")
         await mesh.close()
+
+
+async def test_what_an_operator_is_told_is_what_the_gateway_goes_by() -> None:
+    scheduler = FakeScheduler([FakeWorker(play([1]))])
+    async with serving(*scheduler.workers, scheduler):
+        mesh, models = Mesh([scheduler.address]), Models([make_model(ready=False)])
+        assert len((await FleetWatch(mesh, models).see()).workers) == 1
+        assert models.list()[0].ready
+        await mesh.close()

@@ -19,6 +19,8 @@ from services.gateway.settings import GatewaySettings
 from tests.fakes import LENGTH, FakeScheduler, FakeWorker, WorkerCall, play
 from tests.unit.gateway.build import AUDIENCE, ISSUER, letters, make_token, write_jwks, write_model
 
+_BROKEN_POLICY = Path(__file__).parent / "broken_policy.yaml"
+
 
 def environment(tmp_path: Path, schedulers: str) -> dict[str, str]:
     return {
@@ -133,6 +135,35 @@ async def test_on_stop_open_streams_go_on_to_their_end(tmp_path: Path, monkeypat
     await worker.stop()
 
 
+async def test_the_catalogue_is_read_again_and_a_bad_change_leaves_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, policy = FakeWorker(play(letters("hi"))), tmp_path / "policy.yaml"
+    scheduler = FakeScheduler([worker])
+    await worker.start()
+    policy.write_text("models: {first: {targets: tiny}}")
+    monkeypatch.setenv("FOREBAY_POLICY_FILE", str(policy))
+    async with (
+        running(tmp_path, await scheduler.start(), monkeypatch) as (announced, _, _task),
+        httpx.AsyncClient(headers={"authorization": make_token()}, trust_env=False) as client,
+    ):
+        url = f"http://{announced['http_address']}/v1/models"
+
+        async def names() -> list[str]:
+            return [model["id"] for model in (await client.get(url)).json()["data"]]
+
+        assert await names() == ["first"]
+        policy.write_text("models: {second: {targets: tiny}}")
+        while await names() != ["second"]:
+            await scheduler.looks.until_length(len(scheduler.looks) + 1)
+        policy.write_text("models: {third: {targets: []}}")
+        for _ in range(3):
+            await scheduler.looks.until_length(len(scheduler.looks) + 1)
+            assert await names() == ["second"]
+    await scheduler.stop()
+    await worker.stop()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -141,6 +172,11 @@ async def test_on_stop_open_streams_go_on_to_their_end(tmp_path: Path, monkeypat
         ({"FOREBAY_MODELS": "/nowhere=tiny"}, "/nowhere"),
         ({"FOREBAY_JWKS_FILE": None}, "FOREBAY_JWKS_FILE"),
         ({"FOREBAY_JWKS_FILE": "/nowhere.json"}, "/nowhere.json"),
+        ({"FOREBAY_OIDC_ISSUER": "https://id.example"}, "set one of FOREBAY_JWKS_FILE"),
+        ({"FOREBAY_JWKS_FILE": None, "FOREBAY_OIDC_ISSUER": "http://id.example"}, "FOREBAY_OIDC_ISSUER=http://id.example"),
+        ({"FOREBAY_JWKS_FILE": None, "FOREBAY_OIDC_ISSUER": "https://id.example"}, "FOREBAY_JWT_ISSUER and FOREBAY_OIDC_ISSUER differ"),
+        ({"FOREBAY_POLICY_FILE": "/nowhere.yaml"}, "/nowhere.yaml"),
+        ({"FOREBAY_POLICY_FILE": str(_BROKEN_POLICY)}, f"{_BROKEN_POLICY}:2: "),
         ({"FOREBAY_LOG_LEVEL": "loud"}, "FOREBAY_LOG_LEVEL=loud"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import openai
 import pytest
 
+from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError, unavailable
 from tests.fakes import STOP, WorkerCall, play, stall
 from tests.unit.gateway.build import EOS, Stack, letters, stack
@@ -98,6 +99,23 @@ async def test_the_sdk_retries_what_may_be_retried_and_no_deadline() -> None:
         mesh.scheduler.refusals.append(StatusError(Code.DEADLINE_EXCEEDED, "too late"))
         with pytest.raises(openai.InternalServerError):
             await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
+        assert len(mesh.scheduler.places) == 3
+
+
+async def test_the_sdk_waits_out_a_quota_and_gives_up_what_never_fits() -> None:
+    async with stack(PARIS) as mesh, client(mesh, max_retries=2) as sdk:
+        mesh.scheduler.terms["quota"] = types_pb2.QuotaState(tokens_limit=9, tokens_remaining=4, tokens_reset_seconds=1.2)
+        mesh.scheduler.refusals.append(
+            StatusError(Code.RESOURCE_EXHAUSTED, "over the quota", reason="QUOTA_EXCEEDED", retry_after_seconds=0.01)
+        )
+        raw = await sdk.chat.completions.with_raw_response.create(model="tiny", messages=MESSAGES)
+        assert raw.parse().choices[0].message.content == "Paris."
+        assert (raw.headers["x-ratelimit-remaining-tokens"], raw.headers["x-ratelimit-reset-tokens"]) == ("4", "1.2s")
+        assert len(mesh.scheduler.places) == 2
+        mesh.scheduler.refusals.append(StatusError(Code.RESOURCE_EXHAUSTED, "this never fits", reason="REQUEST_TOO_LARGE"))
+        with pytest.raises(openai.RateLimitError) as failure:
+            await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
+        assert failure.value.code == "insufficient_quota"
         assert len(mesh.scheduler.places) == 3
 
 

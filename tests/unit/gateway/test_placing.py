@@ -72,6 +72,22 @@ async def test_a_full_queue_is_the_mesh_s_answer_whoever_gives_it() -> None:
         await mesh.close()
 
 
+@pytest.mark.parametrize(
+    ("reason", "code", "seen"),
+    [("MODEL_NOT_ALLOWED", Code.NOT_FOUND, "MODEL_NOT_FOUND"), ("CLASS_NOT_ALLOWED", Code.UNAVAILABLE, "POLICY_CHANGED")],
+)
+async def test_a_policy_that_has_changed_since_admission_is_seen_as_it_will_be(reason: str, code: Code, seen: str) -> None:
+    scheduler = FakeScheduler([])
+    async with serving(scheduler):
+        mesh = Mesh([scheduler.address], PATIENT)
+        scheduler.refusals.append(StatusError(Code.PERMISSION_DENIED, "acme may not", reason=reason))
+        with pytest.raises(StatusError) as failure:
+            await placement(mesh).lease(0)
+        assert (failure.value.code, failure.value.reason) == (code, seen)
+        assert len(scheduler.places) == 1
+        await mesh.close()
+
+
 async def test_nobody_there_is_said_without_an_address() -> None:
     scheduler = FakeScheduler([])
     async with serving(scheduler):

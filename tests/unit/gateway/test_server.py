@@ -330,6 +330,23 @@ async def test_the_fleet_is_for_operators() -> None:
         assert failure.value.code() is Code.UNAVAILABLE
 
 
+async def test_inference_is_for_users() -> None:
+    async with stack(play([])) as mesh:
+        token = make_token("acme", "operator")
+        for method, request in [
+            (mesh.inference.ListModels, inference_pb2.ListModelsRequest()),
+            (mesh.inference.CountTokens, inference_pb2.CountTokensRequest(text="a")),
+        ]:
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await method(request, metadata=metadata(token))
+            assert failure.value.code() is Code.PERMISSION_DENIED
+        for answer in (
+            await mesh.http.get("/v1/models", headers={"authorization": token}),
+            await mesh.http.post("/v1/completions", json={"prompt": "a"}, headers={"authorization": token}),
+        ):
+            assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+
+
 async def test_prompt_logprobs_come_in_pieces_before_the_output() -> None:
     async with stack(play(letters("x"))) as mesh:
         sampling = Sampling(prompt_logprobs=1, logprobs=0, max_tokens=1)

@@ -211,6 +211,10 @@ def test_the_worker_is_taken_that_preempts_least() -> None:
     assert _names(realtime, [_holding("w1", realtime=2, batch=4), _holding("w2", batch=6)]) == [("r", "w2")], "fewer rivals"
     tight = replace(_holding("w1", batch=3), used_blocks=(0, 0, 0, 64))
     assert _names(realtime, [tight, _holding("w2", batch=3)]) == [("r", "w2")], "free blocks"
+    assert _names(realtime, [replace(tight, used_slots=(0, 0, 0, 1)), _holding("w2", batch=3)]) == [("r", "w2")], "blocks before load"
+    crowded = replace(_holding("w1", realtime=4), used_blocks=(0, 4, 0, 0))
+    full = replace(_holding("w2", batch=6), used_blocks=(0, 0, 0, 64))
+    assert _names(realtime, [crowded, full]) == [("r", "w2")], "to wait is worse than to take slots and blocks"
 
 
 def test_what_a_big_batch_ticket_waits_for_is_closed_to_batch_alone() -> None:

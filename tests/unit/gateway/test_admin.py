@@ -1,0 +1,94 @@
+"""What operators ask goes on to a scheduler, under the token's name; what others ask doesn't."""
+
+from typing import Any
+
+import grpc
+import pytest
+
+from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
+from services.common.errors import Code, StatusError, from_rpc, invalid, unavailable
+from services.policy import api_key
+from tests.fakes import play
+from tests.unit.gateway.build import Stack, make_token, stack
+from tests.unit.gateway.test_server import metadata
+
+OPERATOR = make_token("ops", "user", "operator", sub="olga")
+CALLS: list[tuple[str, Any]] = [
+    ("ListOrgs", admin_pb2.ListOrgsRequest()),
+    ("SetOrg", admin_pb2.SetOrgRequest(policy=types_pb2.OrgPolicy(org="acme", weight=2), fields=["weight"], actor="forged")),
+    ("ResetOrg", admin_pb2.ResetOrgRequest(org="acme", actor="forged")),
+    ("CreateKey", admin_pb2.CreateKeyRequest(org="acme", name="n", actor="forged")),
+    ("ListKeys", admin_pb2.ListKeysRequest(org="acme")),
+    ("RevokeKey", admin_pb2.RevokeKeyRequest(key_id="k-1", actor="forged")),
+    ("ListAudit", admin_pb2.ListAuditRequest(limit=5)),
+]
+
+
+async def call(mesh: Stack, method: str, request: Any, token: str) -> Any:
+    """The answer; a failure as StatusError."""
+    try:
+        return await getattr(mesh.admin, method)(request, metadata=metadata(token))
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc(error) from None
+
+
+@pytest.mark.parametrize(("method", "request_"), CALLS)
+async def test_operators_calls_go_on_with_their_own_name(method: str, request_: Any) -> None:
+    async with stack(play([])) as mesh:
+        await call(mesh, method, request_, OPERATOR)
+        (asked,) = mesh.scheduler.acts
+        if "actor" in request_.DESCRIPTOR.fields_by_name:
+            assert asked.actor == "ops/olga"
+            asked.actor = "forged"
+        assert asked == request_
+
+
+@pytest.mark.parametrize(("method", "request_"), CALLS)
+async def test_others_are_refused_before_a_scheduler_hears_of_it(method: str, request_: Any) -> None:
+    async with stack(play([])) as mesh:
+        for token in (make_token("acme", "user"), make_token("acme", roles=[])):
+            with pytest.raises(StatusError) as caught:
+                await call(mesh, method, request_, token)
+            assert caught.value.code is Code.PERMISSION_DENIED
+        assert not mesh.scheduler.acts
+
+
+async def test_an_api_key_acts_under_its_id() -> None:
+    key = api_key.make()
+    async with stack(play([])) as mesh:
+        answer = scheduler_pb2.AuthenticateResponse(key_id="k-9", org="ops", roles=["operator"])
+        mesh.scheduler.key_owners[api_key.key_hash(key)] = answer
+        await call(mesh, "RevokeKey", admin_pb2.RevokeKeyRequest(key_id="k-1"), f"Bearer {key}")
+        assert mesh.scheduler.acts[0].actor == "k-9"
+
+
+async def test_users_see_the_use_of_their_own_org_alone() -> None:
+    user = make_token("acme", "user")
+    async with stack(play([])) as mesh:
+        for org in ("", "acme"):
+            used = await call(mesh, "GetUsage", admin_pb2.GetUsageRequest(org=org, days=3), user)
+            assert [row.org for row in used.rows] == ["acme"]
+        with pytest.raises(StatusError) as caught:
+            await call(mesh, "GetUsage", admin_pb2.GetUsageRequest(org="other"), user)
+        assert caught.value.code is Code.PERMISSION_DENIED
+        for org in ("", "other"):
+            await call(mesh, "GetUsage", admin_pb2.GetUsageRequest(org=org), OPERATOR)
+        assert [request.org for request in mesh.scheduler.acts] == ["acme", "acme", "", "other"]
+
+
+async def test_refusals_of_a_scheduler_come_back_whole() -> None:
+    async with stack(play([])) as mesh:
+        mesh.scheduler.refusals.append(invalid("weight", "weight is -1; it must be over 0"))
+        with pytest.raises(StatusError) as caught:
+            await call(mesh, "SetOrg", admin_pb2.SetOrgRequest(), OPERATOR)
+        assert (caught.value.code, caught.value.violations[0].field) == (Code.INVALID_ARGUMENT, "weight")
+
+
+async def test_where_no_scheduler_answers_a_key_is_not_asked_for_twice() -> None:
+    async with stack(play([])) as mesh:
+        for method in ("CreateKey", "ListKeys"):
+            mesh.scheduler.refusals.append(unavailable("Redis is away", reason="STORE_UNAVAILABLE"))
+            with pytest.raises(StatusError) as caught:
+                await call(mesh, method, dict(CALLS)[method], OPERATOR)
+            assert caught.value.code is Code.UNAVAILABLE
+        assert len(mesh.scheduler.acts) == 2
