@@ -1,7 +1,6 @@
 """Table 3C of bad input, field by field: what is refused, by which name, and what is accepted as what (B09, B28, B30-B32, B42h)."""
 
 import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -135,9 +134,7 @@ def test_the_table_is_as_long_as_promised_and_leaves_no_field_out() -> None:
 
 @pytest.mark.parametrize(("name", "value"), REFUSED_CASES, ids=lambda value: shown(value)[:40])
 def test_refused(name: str, value: object) -> None:
-    start = time.thread_time()
     error = refusal({name: value})
-    assert time.thread_time() - start < 0.1
     [violation] = error.violations
     assert violation.field.split("[")[0] == name
     assert violation.description == error.message

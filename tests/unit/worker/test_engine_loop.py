@@ -223,8 +223,8 @@ async def test_a_long_prefill_is_progress_without_a_token() -> None:
         self.add("r", prompt=(1,) * 50)
         for _ in range(3):
             self.clock.now += 4
-        await until(lambda: self.runner.num_steps == 3)
-        assert sum(step.num_tokens for turn in self.turns for step in turn.steps) == 24
+        await until(lambda: sum(step.num_tokens for turn in self.turns for step in turn.steps) == 24)
+        assert self.runner.num_steps == 3
         self.loop.abort("r")
 
 
