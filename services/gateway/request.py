@@ -70,7 +70,13 @@ class Envelope:
     @property
     def limits(self) -> Limits:
         """What bounds the fields while the prompt isn't tokenised."""
-        return Limits(self.model.vocab_size, self.model.max_model_len, self.max_tokens_cap, allow_no_output=self.echo)
+        return Limits(
+            self.model.vocab_size,
+            self.model.max_model_len,
+            self.max_tokens_cap,
+            allow_no_output=self.echo,
+            most_reserved=self.policy.tokens_burst,
+        )
 
 
 async def admit_completion(envelope: Envelope, prompt: object, fields: Mapping[str, object]) -> list[Generation]:

@@ -39,11 +39,19 @@ class Limits:
     max_tokens_cap: int = 32_768
     num_prompt_tokens: int = 0  # 0 while the prompt isn't tokenised yet
     allow_no_output: bool = False  # max_tokens 0: scoring, which needs the prompt echoed
+    most_reserved: int = 0  # prompt and output of all choices that the org's quota can ever hold; 0: any number
 
     @property
     def room(self) -> int:
         """Tokens that the context leaves behind the prompt."""
         return self.max_model_len - self.num_prompt_tokens
+
+    def default_max_tokens(self, num_choices: int) -> int:
+        """As many as there is room for, and as a full quota has: more would be refused whenever it came."""
+        most = min(self.max_tokens_cap, self.room)
+        if self.most_reserved:
+            most = min(most, (self.most_reserved - self.num_prompt_tokens) // num_choices)
+        return max(0 if self.allow_no_output else 1, most)
 
 
 @dataclass(frozen=True)
@@ -222,7 +230,7 @@ def validate_sampling(fields: Mapping[str, object], *, limits: Limits, names: Ma
     """
     given = {name: Field(names.get(name, name), fields[name]) for name in _TABLE if fields.get(name) is not None}
     values = {name: _TABLE[name](entry, limits) for name, entry in given.items()}
-    values.setdefault("max_tokens", max(0 if limits.allow_no_output else 1, min(limits.max_tokens_cap, limits.room)))
+    values.setdefault("max_tokens", limits.default_max_tokens(values.get("n", 1)))
     if values.get("min_tokens", 0) > values["max_tokens"]:
         bound = "max_tokens" if "max_tokens" in given else "the tokens there is room for"
         raise given["min_tokens"].refuse(f"must be at most {names.get('max_tokens', bound)}, {values['max_tokens']}")

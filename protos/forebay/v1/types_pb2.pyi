@@ -135,7 +135,9 @@ class SamplingParams(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate per choice, 1 .. the room left in the context. 0 only with echo. Default: the room left, at most the server's cap."""
+    """Most tokens to generate per choice, 1 .. the room left in the context. 0 only with echo. Default: the room left, at most
+    the server's cap and what the org's quota of tokens can ever hold.
+    """
     min_tokens: _builtins.int
     """Fewest tokens before an end token or stop token counts, 0 .. max_tokens. Default 0."""
     temperature: _builtins.float

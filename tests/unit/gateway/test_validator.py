@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,6 +188,17 @@ class TestRoom:
     def test_the_default_is_the_room_left_up_to_the_cap(self, num_prompt_tokens: int, room: int) -> None:
         assert validate_sampling({}, limits=self.limits(num_prompt_tokens)).max_tokens == room
         assert validate_sampling({"max_tokens": room}, limits=self.limits(num_prompt_tokens)).max_tokens == room
+
+    @pytest.mark.parametrize(("n", "most"), [(1, 500), (2, 250), (3, 166), (16, 31)])
+    def test_the_default_is_no_more_than_the_quota_can_ever_hold(self, n: int, most: int) -> None:
+        limits = replace(self.limits(100), most_reserved=600)
+        assert validate_sampling({"n": n}, limits=limits).max_tokens == most
+        assert validate_sampling({"n": n, "max_tokens": most + 1}, limits=limits).max_tokens == most + 1, (
+            "asked for, it is the quota's to refuse"
+        )
+
+    def test_a_prompt_beyond_the_quota_leaves_one_token_to_be_refused_with(self) -> None:
+        assert validate_sampling({}, limits=replace(self.limits(100), most_reserved=50)).max_tokens == 1
 
     def test_more_than_the_room_is_refused_with_all_numbers(self) -> None:
         error = refusal({"max_tokens": 13}, self.limits(CONTEXT - 12))
