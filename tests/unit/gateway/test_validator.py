@@ -189,7 +189,7 @@ class TestRoom:
         assert validate_sampling({}, limits=self.limits(num_prompt_tokens)).max_tokens == room
         assert validate_sampling({"max_tokens": room}, limits=self.limits(num_prompt_tokens)).max_tokens == room
 
-    @pytest.mark.parametrize(("n", "most"), [(1, 500), (2, 250), (3, 166), (16, 31)])
+    @pytest.mark.parametrize(("n", "most"), [(1, CAP), (2, 250), (3, 166), (16, 31)])
     def test_the_default_is_no_more_than_the_quota_can_ever_hold(self, n: int, most: int) -> None:
         limits = replace(self.limits(100), most_reserved=600)
         assert validate_sampling({"n": n}, limits=limits).max_tokens == most
