@@ -6,6 +6,7 @@ import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 
 CTRL_C, CTRL_D = "\x03", "\x04"
@@ -35,7 +36,10 @@ class Terminal:
         os.close(self._master)
 
     def keys(self, text: str) -> None:
-        """Types."""
+        """Types. Ctrl-C waits until the process sleeps: one that falls between a prompt and CPython's readline's select is lost until the next key."""
+        deadline = time.monotonic() + _SECONDS
+        while CTRL_C in text and not self._sleeps():
+            assert time.monotonic() < deadline, f"it never waits for anybody: {self.seen!r}"
         os.write(self._master, text.encode())
 
     def expect(self, text: str) -> None:
@@ -54,6 +58,10 @@ class Terminal:
             assert time.monotonic() < deadline, f"it goes on: {self.seen!r}"
             self._read(0.1)
         return self._process.returncode
+
+    def _sleeps(self) -> bool:
+        """Whether its main thread waits for something (proc(5): the state after the name in brackets)."""
+        return Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
     def _read(self, seconds: float) -> str:
         ready, _, _ = select.select([self._master], [], [], seconds)
