@@ -1,6 +1,5 @@
 """What one step computes and what came of it: ints only, no tensors."""
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -63,31 +62,6 @@ class Span:
     def logit_positions(self) -> list[int]:
         """Positions that need logits, in order: those scored, then those sampled."""
         return [*self.scored, *self.sampled]
-
-
-@dataclass
-class Budget:
-    """What a step may still compute: tokens, and prompt positions whose logits are looked at."""
-
-    tokens: int
-    scored_rows: int
-
-    def spend(self, sequence: Sequence, kept_back: float = 0.0) -> Span | None:
-        """As long a span of the sequence as the budget allows, None if it allows nothing; `kept_back` is the part that it leaves."""
-        start = sequence.num_computed_tokens
-        length = min(sequence.num_tokens - start, math.ceil(self.tokens * (1 - kept_back)))
-        scored = range(0)
-        if sequence.needs_scoring:
-            # Position p scores prompt token p + 1, so the first one to compute is the last one scored.
-            first = max(start, sequence.num_scored_tokens - 1)
-            length = min(length, first - start + self.scored_rows)
-            scored = range(first, min(start + length, sequence.num_prompt_tokens - 1))
-            self.scored_rows -= len(scored)
-        if length <= 0:
-            return None
-        self.tokens -= length
-        samples = start + length == sequence.num_tokens and sequence.finish_reason is None
-        return Span(sequence, start, length, samples, scored)
 
 
 class Copy(NamedTuple):

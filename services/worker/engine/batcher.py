@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from services.worker.engine import deadlines
 from services.worker.engine.admission import Admission
-from services.worker.engine.batch import Batch, Budget, Span, SpanResult
+from services.worker.engine.batch import Batch, Span, SpanResult
 from services.worker.engine.block_tables import BlockTables
+from services.worker.engine.budget import Budget
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.costs import Costs
 from services.worker.engine.intake import Intake
@@ -62,6 +63,7 @@ class Batcher:
         self.speculator = speculator
         self.step_time = StepTime() if speculator is None else speculator.step_time
         self._intake = Intake(config, max_model_len, eos_token_ids, self.tables)
+        self._newcomers = deadlines.Newcomers()
         self._step_seconds = 0.0  # of the last one
         self._num_plain_steps = 0  # one token each, one after another
         self._news: list[TokenOutput] = []  # ends that no step brings about, sent with the next one
@@ -103,11 +105,11 @@ class Batcher:
 
     def schedule(self, now: float) -> Batch:
         """The next step's spans: as many tokens as deadlines allow, to whom they are most urgent."""
-        self.queue.greet(now)
+        for group in self.queue.greet(now):
+            self._newcomers.note(group.request, now)
         self.admission.grow(now)
-        most = deadlines.max_tokens(self.queue.running, self.config.max_step_tokens, self.step_time, now)
-        self.admission.admit(most, now)
-        budget = Budget(most, MAX_SCORED_ROWS)
+        self.admission.admit(self.config.max_step_tokens, now)
+        budget = Budget(self.config.max_step_tokens, MAX_SCORED_ROWS, self.step_time)
         present = self._spans(budget, now)
         draft_counts = self._make_room_for_drafts(present, budget)  # which may evict blocks, too
         host = self.tables.host
@@ -117,13 +119,18 @@ class Batcher:
 
     def _spans(self, budget: Budget, now: float) -> tuple[Span, ...]:
         """None for a sequence where nothing is left to spend, or the host will bring back in the next step what it would be spent on."""
-        order = deadlines.in_order(self.queue.running, self._step_seconds, now)
+        running = self.queue.running
+        limits = deadlines.limits(running, self._newcomers, self.config.max_step_tokens, self.step_time, now)
+        order = deadlines.in_order(running, self._step_seconds, now)
         kept_back = deadlines.kept_back(order)
-        spans = []
+        spans: list[Span] = []
         for sequence in order:
             if self.tables.bring_back(sequence):
                 continue
-            if (span := budget.spend(sequence, kept_back.get(sequence, 0.0))) is not None:
+            must = not spans or sequence.num_skips >= deadlines.MAX_SKIPS
+            span = budget.spend(sequence, kept_back.get(sequence, 0.0), limits.seconds(sequence), must=must)
+            sequence.num_skips = sequence.num_skips + 1 if span is None else 0
+            if span is not None:
                 spans.append(span)
         return tuple(spans)
 

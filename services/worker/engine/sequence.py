@@ -66,6 +66,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_scored_tokens: int = 0  # leading prompt tokens whose log-probabilities are out
     num_preemptions: int = 0
+    num_skips: int = 0  # steps that it has been left out of, one after another
     block_table: list[int] = field(default_factory=list)  # append-only while running
     swap: Swap | None = None  # from a preemption until all of it is back
     waiting_since: float | None = None  # when it began to wait, or to wait again; None: it runs, or nobody has looked yet

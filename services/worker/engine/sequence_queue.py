@@ -29,14 +29,15 @@ class SequenceQueue:
         for sequence in group.live_sequences:
             bisect.insort(self.waiting, sequence, key=_BY_ORDER)
 
-    def greet(self, now: float) -> None:
-        """Counts the waiting of those that have come since the last time from now on."""
-        for group in self._strangers:
+    def greet(self, now: float) -> list[RequestState]:
+        """Those that have come since the last time; their waiting counts from now on."""
+        strangers, self._strangers = self._strangers, []
+        for group in strangers:
             request = group.request
             group.envelope = Envelope(now - request.waited_seconds, request.ttft_target_seconds, request.tpot_target_seconds)
             for sequence in group.live_sequences:
                 sequence.waiting_since = now
-        self._strangers.clear()
+        return strangers
 
     def start(self, sequence: Sequence, now: float) -> None:
         """Runs one that waits."""

@@ -85,6 +85,10 @@ class StepTime:
         """What a step with this load should take; more than 0, so that rates can be formed of it."""
         return max(sum(c * feature for c, feature in zip(self._coefficients, load.features, strict=True)), _LEAST_SECONDS)
 
+    def more_seconds(self, load: Load) -> float:
+        """What this load adds to a step."""
+        return sum(c * feature for c, feature in zip(self._coefficients[1:], load.features[1:], strict=True))
+
     def token_seconds(self) -> float:
         """What one more token of a prompt adds to a step, its key included."""
         return self._coefficients[1] + self._coefficients[3]

@@ -4,7 +4,17 @@ import math
 
 import pytest
 
-from services.worker.engine.deadlines import LEAST_PARTS, in_order, kept_back, max_tokens
+from services.worker.engine.deadlines import (
+    EXPECTED_SECONDS,
+    LEAST_PARTS,
+    NEWCOMER_PARTS,
+    PROMPT_PARTS,
+    Limits,
+    Newcomers,
+    in_order,
+    kept_back,
+    limits,
+)
 from services.worker.engine.envelope import Envelope
 from services.worker.engine.request import EngineRequest
 from services.worker.engine.sequence import RequestState, Sequence, SequenceState
@@ -41,36 +51,72 @@ def test_token_i_is_due_at_arrival_plus_ttft_plus_i_tpots() -> None:
     assert Envelope(90.0, tpot_seconds=0.5).slack(5, NOW) == 0.5, "with no first deadline to count from, each token from the last"
 
 
-def test_without_targets_a_step_is_as_large_as_it_may_be() -> None:
-    assert max_tokens([decoding("a"), prompt("b")], MOST, fitted(), NOW) == MOST
-    assert max_tokens([], MOST, fitted(), NOW) == MOST
+def newcomers(came: float = NOW, **targets: float) -> Newcomers:
+    """Requests that came then; by class, as in c1=0.2."""
+    found = Newcomers()
+    for name, seconds in targets.items():
+        found.note(EngineRequest(name, [1], latency_class=int(name[1:]), ttft_target_seconds=seconds), came)
+    return found
+
+
+def with_prompts(running: list[Sequence], step_time: StepTime | None = None) -> float:
+    """Seconds of a step that computes prompts, too."""
+    found = limits(running, Newcomers(), MOST, step_time or fitted(), NOW)
+    assert found.seconds(decoding("any")) == math.inf, "decodes alone are no reason to leave one out"
+    return found.seconds(prompt("any"))
+
+
+def test_without_targets_a_step_is_as_long_as_it_gets() -> None:
+    assert with_prompts([decoding("a"), prompt("b")]) == math.inf
+    assert with_prompts([]) == math.inf
 
 
 @pytest.mark.parametrize("allowed", [0.06, 0.11, 0.21])
 def test_a_step_ends_when_the_most_urgent_token_is_due(allowed: float) -> None:
-    """Less the 10 ms and the decodes' own, a millisecond each."""
     running = [
         decoding("tight", 5, Envelope(NOW + allowed - 1.0 - 5 * 0.03, 1.0, 0.03)),
         decoding("loose", 5, Envelope(NOW, 9.0, 1.0)),
         decoding("none"),
         prompt("prompt"),
     ]
-    assert max_tokens(running, MOST, fitted(), NOW) == pytest.approx(1000 * allowed - 10, abs=8)
+    assert with_prompts(running) == pytest.approx(allowed)
 
 
 def test_one_that_is_late_has_the_time_of_one_token_and_prompts_a_least_share() -> None:
     late = decoding("late", 5, Envelope(NOW - 50, 1.0, 0.08))
-    assert max_tokens([late], MOST, fitted(), NOW) == pytest.approx(70, abs=8)
+    assert with_prompts([late]) == pytest.approx(0.08)
     hopeless = decoding("hopeless", 5, Envelope(NOW - 50, 1.0, 0.001))
-    assert max_tokens([hopeless], MOST, fitted(), NOW) == 1 + MOST // LEAST_PARTS
-    assert max_tokens([hopeless] * 3, 1, fitted(), NOW) == 1, "never more than a step may have"
+    assert with_prompts([hopeless]) == pytest.approx(0.01 + 0.001 * (1 + MOST // LEAST_PARTS), rel=0.1)
 
 
 def test_nothing_is_bounded_by_what_nobody_has_measured() -> None:
-    assert max_tokens([decoding("tight", 1, Envelope(NOW, 0.001, 0.001))], MOST, StepTime(), NOW) == MOST
+    assert with_prompts([decoding("tight", 1, Envelope(NOW, 0.001, 0.001))], StepTime()) == math.inf
+    assert limits([], newcomers(c1=0.2), MOST, StepTime(), NOW) == Limits()
 
 
-def test_urgent_decodes_then_prompts_by_class_and_deadline_then_decodes_with_slack() -> None:
+def test_lower_classes_keep_a_step_short_while_a_newcomer_may_come() -> None:
+    batch = decoding("batch", latency_class=3)
+    found = limits([batch], newcomers(c1=0.3, c2=2.0), MOST, fitted(), NOW)
+    assert found.seconds(batch) == 0.3 / NEWCOMER_PARTS
+    assert found.seconds(decoding("standard", latency_class=2)) == 0.3 / NEWCOMER_PARTS
+    assert found.seconds(decoding("realtime", latency_class=1)) == math.inf
+    assert limits([batch], newcomers(c2=0.3), MOST, fitted(), NOW).seconds(decoding("standard", latency_class=2)) == math.inf
+
+
+def test_they_keep_it_shorter_while_its_prompt_is_computed() -> None:
+    batch, chat = decoding("batch", latency_class=3), prompt("chat", 1)
+    found = limits([chat, batch], newcomers(c1=0.3), MOST, fitted(), NOW)
+    assert found.seconds(batch) == 0.3 / PROMPT_PARTS
+    assert found.seconds(chat) == math.inf
+
+
+def test_nobody_is_expected_for_ever_nor_without_a_target() -> None:
+    batch = decoding("batch", latency_class=3)
+    assert limits([batch], newcomers(NOW - EXPECTED_SECONDS, c1=0.3), MOST, fitted(), NOW).seconds(batch) == math.inf
+    assert limits([batch], newcomers(c1=0.0), MOST, fitted(), NOW).seconds(batch) == math.inf
+
+
+def test_urgent_decodes_then_by_class_decodes_without_target_and_prompts_by_deadline_then_decodes_with_slack() -> None:
     urgent = decoding("urgent", 1, Envelope(NOW, 0.05, 0.1))
     slack = decoding("slack", 1, Envelope(NOW, 5.0, 0.1))
     running = [
@@ -79,9 +125,17 @@ def test_urgent_decodes_then_prompts_by_class_and_deadline_then_decodes_with_sla
         slack,
         urgent,
         decoding("none"),
+        prompt("none's prompt"),
         prompt("batch", 3),
     ]
-    assert [s.request_id for s in in_order(running, 0.1, NOW)] == ["urgent", "none", "soon", "late", "batch", "slack"]
+    found = [s.request_id for s in in_order(running, 0.1, NOW)]
+    assert found == ["urgent", "soon", "late", "none", "none's prompt", "batch", "slack"]
+
+
+def test_whoever_was_left_out_goes_before_its_like() -> None:
+    running = [decoding(name) for name in "abc"]
+    running[1].num_skips, running[2].num_skips = 1, 2
+    assert [s.request_id for s in in_order(running, 0.1, NOW)] == ["c", "b", "a"]
 
 
 def test_prompts_leave_a_floor_to_those_of_lower_classes() -> None:
