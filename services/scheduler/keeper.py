@@ -21,7 +21,7 @@ from services.scheduler.uptime import Uptime
 from services.scheduler.waiting import Position, Waiter, Waiting, deadline_passed, superseded
 
 LOG = log.get(__name__)
-_SOON_SECONDS = 0.05
+_SOON_SECONDS = 0.25
 _GAP_SECONDS = 2.0  # beyond a round's own time: so long this process was stopped, or as good as
 
 

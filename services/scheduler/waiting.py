@@ -56,7 +56,8 @@ class Waiter:
     def move(self, position: Position) -> None:
         """Where the ticket stands now."""
         self._position = position
-        self._news.set()
+        if self._is_news(position):  # a thousand streams needn't wake for nothing
+            self._news.set()
 
     @property
     def settled(self) -> bool:

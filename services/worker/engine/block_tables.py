@@ -203,6 +203,7 @@ class BlockTables:
             return True
         num_tokens, size = sequence.num_computed_tokens, self._config.block_size
         if self._config.recomputes_exactly and not self._costs.swapping_pays(size):
+            self._costs.copy.doubt()
             return False
         blocks = dict(enumerate(sequence.block_table[: self.num_blocks(num_tokens)]))
         keys = {i: key for i, key in enumerate(sequence.block_keys[: num_tokens // size]) if self.pool.finds(blocks[i], key)}

@@ -51,4 +51,6 @@ class Budget:
         """Tokens from there on that end in time, the last of them with logits."""
         left = limit_seconds - self._seconds - self.step_time.more_seconds(Load(0, 1, start))
         token_seconds = self.step_time.token_seconds()
+        if left <= 0:
+            return 0
         return int(left / token_seconds) if token_seconds * self.tokens > left else self.tokens

@@ -19,6 +19,10 @@ class Rate:
         self.units = DECAY * self.units + units
         self.seconds = DECAY * self.seconds + seconds
 
+    def doubt(self) -> None:
+        """Takes it for less: what isn't done for its cost isn't measured again, and one stall would rule it out for ever."""
+        self.seconds *= DECAY
+
     @property
     def per_unit(self) -> float | None:
         """Seconds; None before the first measurement."""

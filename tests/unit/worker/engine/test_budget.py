@@ -58,3 +58,12 @@ def test_one_that_must_be_in_the_step_has_a_chunk_at_least() -> None:
     assert length(budget().spend(sequence(200), limit_seconds=0.0, must=True)) == LEAST_CHUNK
     assert length(budget().spend(sequence(20, 19), limit_seconds=0.0, must=True)) == 1
     assert length(budget(4).spend(sequence(200), limit_seconds=0.0, must=True)) == 4
+
+
+@pytest.mark.parametrize(("limit_seconds", "expected"), [(0.005, 0), (0.02, 200)])
+def test_tokens_that_seem_to_cost_nothing(limit_seconds: float, expected: int) -> None:
+    step_time = StepTime()
+    for num_tokens in (256, 64, 16, 1) * 4:
+        step_time.record(Load(num_tokens, 1, num_tokens), 10e-3)
+    assert step_time.token_seconds() == 0.0
+    assert length(Budget(256, 256, step_time).spend(sequence(200), limit_seconds=limit_seconds)) == expected

@@ -33,3 +33,16 @@ def test_one_hiccup_is_outweighed_by_what_follows() -> None:
     for _ in range(20):
         costs.copy.record(8, 0.08)
     assert costs.copying_pays(16)
+
+
+def test_what_one_hiccup_ruled_out_is_tried_again() -> None:
+    costs = Costs()
+    costs.record_step([100], 1.0)
+    costs.copy.record(1, 1.0)
+    refusals = 0
+    while not costs.swapping_pays(16):
+        costs.copy.doubt()
+        refusals += 1
+    assert 20 <= refusals <= 30, "2.0 s is 12.5 times what computing takes: .9 ** 24 of it is less"
+    costs.copy.record(8, 0.08)
+    assert costs.swapping_pays(16)
