@@ -19,12 +19,12 @@ class Budget:
     step_time: StepTime
 
     def __post_init__(self) -> None:
-        self._seconds = self.step_time.seconds(Load(0, 0, 0))  # that the step takes as far as it is spent
+        self._num_tokens = self._num_rows = self._num_keys = 0  # that are spent
 
     def spend(self, sequence: Sequence, kept_back: float = 0.0, limit_seconds: float = math.inf, *, must: bool = False) -> Span | None:
         """As long a span of the sequence as the budget allows, None if it allows nothing worth the while.
 
-        `kept_back` is the part of the tokens that it leaves. With it the step takes no longer than `limit_seconds`, unless it `must` be in it.
+        `kept_back` is the part of the tokens that it leaves. The step takes no longer with it than `limit_seconds`, unless it `must` be in.
         """
         start = sequence.num_computed_tokens
         length = min(sequence.num_tokens - start, math.ceil(self.tokens * (1 - kept_back)))
@@ -44,12 +44,14 @@ class Budget:
             return None
         self.tokens -= length
         samples = start + length == sequence.num_tokens and sequence.finish_reason is None
-        self._seconds += self.step_time.more_seconds(Load(length, len(scored) + samples, start + length))
+        self._num_tokens += length
+        self._num_rows += len(scored) + samples
+        self._num_keys += start + length
         return Span(sequence, start, length, samples, scored)
 
     def _affordable(self, start: int, limit_seconds: float) -> int:
         """Tokens from there on that end in time, the last of them with logits."""
-        left = limit_seconds - self._seconds - self.step_time.more_seconds(Load(0, 1, start))
+        left = limit_seconds - self.step_time.seconds(Load(self._num_tokens, self._num_rows + 1, self._num_keys + start))
         token_seconds = self.step_time.token_seconds()
         if left <= 0:
             return 0

@@ -5,9 +5,11 @@ who was begun already, then the most weight per block, which doubles as it waits
 the room that nobody takes away, and its first sequence that has become due goes before everybody.
 """
 
+import bisect
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from services.worker.engine.sequence import Sequence
 
@@ -86,15 +88,11 @@ def in_order(
 
 def _windows(waiting: Seq[Sequence]) -> Iterator[list[Sequence]]:
     """The first of each class."""
-    group: list[Sequence] = []
-    for sequence in waiting:
-        if group and sequence.latency_class != group[0].latency_class:
-            yield group
-            group = []
-        if len(group) < WINDOW:
-            group.append(sequence)
-    if group:
-        yield group
+    start = 0
+    while start < len(waiting):
+        end = bisect.bisect_right(waiting, waiting[start].latency_class, start, key=attrgetter("latency_class"))
+        yield list(waiting[start : min(end, start + WINDOW)])
+        start = end
 
 
 def _in_class(group: Seq[Sequence], num_blocks: Callable[[Sequence], int], now: float) -> list[Sequence]:

@@ -83,11 +83,9 @@ class StepTime:
 
     def seconds(self, load: Load) -> float:
         """What a step with this load should take; more than 0, so that rates can be formed of it."""
-        return max(sum(c * feature for c, feature in zip(self._coefficients, load.features, strict=True)), _LEAST_SECONDS)
-
-    def more_seconds(self, load: Load) -> float:
-        """What this load adds to a step."""
-        return sum(c * feature for c, feature in zip(self._coefficients[1:], load.features[1:], strict=True))
+        fixed, per_token, per_row, per_key, drafting = self._coefficients
+        seconds = fixed + per_token * load.num_tokens + per_row * load.num_rows + per_key * load.num_keys + drafting * load.has_drafts
+        return max(seconds, _LEAST_SECONDS)
 
     def token_seconds(self) -> float:
         """What one more token of a prompt adds to a step, its key included."""

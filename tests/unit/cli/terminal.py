@@ -36,7 +36,7 @@ class Terminal:
         os.close(self._master)
 
     def keys(self, text: str) -> None:
-        """Types. Ctrl-C waits until the process sleeps: one that falls between a prompt and CPython's readline's select is lost until the next key."""
+        """Types. Ctrl-C waits until the process sleeps: between a prompt and its select, CPython's readline loses it until the next key."""
         deadline = time.monotonic() + _SECONDS
         while CTRL_C in text and not self._sleeps():
             assert time.monotonic() < deadline, f"it never waits for anybody: {self.seen!r}"
