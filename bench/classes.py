@@ -230,7 +230,7 @@ def say(text: str) -> None:
 def main() -> None:
     """Reads the arguments, runs, prints."""
     parser = argparse.ArgumentParser(prog="python -m bench.classes", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of realtime alone and of classes; the other ways run in the first")
+    parser.add_argument("--rounds", type=int, default=10, help="of realtime alone and of classes; the other ways run in the first")
     parser.add_argument("--seconds", type=float, default=40.0, help="a window; at twice the capacity its requests take as long again")
     parser.add_argument("--ways", nargs="+", default=[way.name for way in WAYS], choices=[way.name for way in WAYS])
     arguments = parser.parse_args()
@@ -242,8 +242,8 @@ def main() -> None:
                 continue
             with started([], way.environment) as mesh:
                 if not measured or way.name == "classes":
-                    measured.append(asyncio.run(capacity(mesh, arguments.seconds / 2)))
-                    asyncio.run(alone(mesh, measured[-1], arguments.seconds, round_, idle))
+                    measured.append(asyncio.run(capacity(mesh, arguments.seconds / 4)))
+                    asyncio.run(alone(mesh, measured[-1], arguments.seconds / 2, round_, idle))
                 asyncio.run(mixed(mesh, way, measured[-1], arguments.seconds, round_, ways[way.name]))
             say(f"round {round_ + 1}/{arguments.rounds}: {way.name}")
     print(json.dumps(line("batch_capacity", statistics.median(rates.document_tokens for rates in measured), "tok/s")), flush=True)

@@ -110,8 +110,9 @@ def fake_engine(
     model: str = "",
     before_execute: Callable[[Batch], None] = lambda batch: None,
     speculator: Speculator | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
 ) -> Engine:
-    """An engine on a FakeRunner."""
+    """An engine on a FakeRunner. By the default clock no time passes: copies always pay."""
     config = config or EngineConfig()
     runner = FakeRunner(
         config.num_blocks,
@@ -121,7 +122,6 @@ def fake_engine(
         model=model,
         before_execute=before_execute,
     )
-    # No time passes: copies always pay.
     return Engine(
         runner,
         config,
@@ -129,5 +129,5 @@ def fake_engine(
         eos_token_ids=eos_token_ids,
         model_version=model,
         speculator=speculator,
-        clock=lambda: 0.0,
+        clock=clock,
     )

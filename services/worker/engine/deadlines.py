@@ -17,7 +17,7 @@ from services.worker.engine.step_time import Load, StepTime
 
 LEAST_PARTS = 8  # one of so many parts of the largest step is for prompts however tight TPOT targets are: they have deadlines, too
 URGENT_STEPS = 2.0  # a token that is due within as many steps can't be left out of this one
-NEWCOMER_PARTS = 6.0  # one of so many parts of its TTFT target a newcomer may wait for the step under way
+NEWCOMER_PARTS = 5.0  # one of so many parts of its TTFT target a newcomer may wait for the step under way
 PROMPT_PARTS = 20.0  # and its own steps take one of so many
 EXPECTED_SECONDS = 10.0  # a class that had a request so lately may have another
 MAX_SKIPS = 4  # steps in a row that a sequence is left out of for what others were promised; it is in the next one then

@@ -1,5 +1,6 @@
 """Preemption comes at once, from whom it may, and what was interrupted goes on bit for bit, on the stand-in and on real decoders."""
 
+import itertools
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 from services.worker.engine.admission import Cause
 from services.worker.engine.batch import Batch
 from services.worker.engine.config import EngineConfig
+from services.worker.engine.deadlines import MAX_SKIPS
 from services.worker.engine.engine import Engine
 from services.worker.engine.loader import load
 from services.worker.engine.request import EngineRequest, SamplingParams, TokenOutput
@@ -264,6 +266,28 @@ def test_f26_endless_realtime_load_leaves_batch_its_share(swap_blocks: int) -> N
     assert endings(whole)["batch", 0] == alone([batch])["batch", 0]
     assert 0 < whole["batch", 0].num_preemptions <= MAX_PREEMPTIONS
     drain(engine, whole)
+
+
+def test_what_newcomers_were_promised_leaves_nobody_out_for_long() -> None:
+    """Steps take 10 ms and 1 ms per token: with a realtime prompt in each, no batch token would ever fit in time."""
+    seconds = [0.0]
+    steps: list[Batch] = []
+
+    def compute(batch: Batch) -> None:
+        steps.append(batch)
+        seconds[0] += 10e-3 + 1e-3 * batch.num_tokens
+
+    engine = fake_engine(EngineConfig(num_blocks=400, block_size=4, max_sequences=16), before_execute=compute, clock=lambda: seconds[0])
+    engine.add(EngineRequest("batch", [1] * 12, greedy(40), latency_class=BATCH))
+    whole: dict[Key, TokenOutput] = {}
+    while ("batch", 0) not in whole or whole["batch", 0].finish_reason is None:
+        chat = EngineRequest(f"now{len(steps)}", [len(steps) % 1000] * 20, greedy(1), latency_class=REALTIME, ttft_target_seconds=0.2)
+        engine.add(chat)
+        collect(engine.step(seconds[0]), whole)
+    held = [index for index, batch in enumerate(steps) if any(span.sequence.request_id == "batch" for span in batch.spans)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(held)]
+    assert max(gaps) == MAX_SKIPS + 1
+    assert gaps.count(MAX_SKIPS + 1) > 30, "and it was left out as long as it may be"
 
 
 def test_a_class_below_its_floor_goes_first_whatever_waits() -> None:
