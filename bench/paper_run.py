@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.policy.classes import DEFAULT_CLASSES
 from services.worker.engine.batch import Batch, Runner, SpanResult
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine, EngineRequest, SamplingParams
@@ -71,7 +72,7 @@ class Run:
     ttft: list[float]
     realtime_ttft: list[float]
     log: StepLog
-    occupied: list[int]  # slots in use by step, while requests waited and the step had tokens left
+    occupied: list[int]  # slots in use by step, while requests waited
 
     @property
     def busy_share(self) -> float:
@@ -142,10 +143,11 @@ class Bench:
                 time.sleep(max(0.0, min(0.001, waiting[-1].at - now)) if waiting else 0)
                 continue
             backlog = bool(due or engine.batcher.queue.waiting)
+            before = time.perf_counter() - started
             outputs = engine.step(now)
-            if backlog and log.rows[-1][0] < engine.config.max_step_tokens:
+            if backlog:
                 occupied.append(len(engine.batcher.queue.running) + sum(news.finish_reason is not None for news in outputs))
-            before, now = now, time.perf_counter() - started
+            now = time.perf_counter() - started
             log.measured.append(now - before)
             for news in outputs:
                 if news.token_ids and news.request_id not in first:
@@ -161,6 +163,14 @@ class Bench:
         rng = random.Random(self._num_requests)
         prompt = [rng.randrange(100, self._engine.vocab_size - 100) for _ in range(prompt_tokens)]
         sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
-        request = EngineRequest(str(self._num_requests), prompt, sampling, latency_class=latency_class)
+        promised = DEFAULT_CLASSES[latency_class]
+        request = EngineRequest(
+            str(self._num_requests),
+            prompt,
+            sampling,
+            latency_class=latency_class,
+            ttft_target_seconds=promised.ttft_target_ms / 1000,
+            tpot_target_seconds=promised.tpot_target_ms / 1000,
+        )
         self._engine.add(request)
         return request.request_id

@@ -135,16 +135,17 @@ class UrlKeys:
         self._keys: Keys = {}
         self._fetched_at = float("-inf")
         self._tried_at = float("-inf")
-        self._fetching = asyncio.Lock()
+        self._fetching: asyncio.Task[None] | None = None
 
     async def find(self, key_id: str) -> jwt.PyJWK | None:
         """The key of this id. Raises UNAVAILABLE while no keys can be had at all."""
+        begins = not self._known(key_id) and self._fetching is None and self._clock() - self._tried_at >= _REFRESH_SECONDS
+        if begins:
+            # A task of its own: the call that began it may be cancelled, and would leave nobody with keys.
+            self._fetching = asyncio.create_task(self._fetch())
         # Who has an old key at hand doesn't wait for a fetch that another began.
-        if not self._known(key_id) and not (key_id in self._keys and self._fetching.locked()):
-            async with self._fetching:
-                # Another task may have fetched while this one waited.
-                if not self._known(key_id) and self._clock() - self._tried_at >= _REFRESH_SECONDS:
-                    await self._fetch()
+        if self._fetching is not None and (begins or key_id not in self._keys):
+            await asyncio.shield(self._fetching)
         if self._clock() - self._fetched_at > _MAX_AGE_SECONDS:
             raise unavailable("the keys that tokens are verified with can't be fetched: try again", _REFRESH_SECONDS, reason="NO_KEYS")
         return self._keys.get(key_id)
@@ -164,6 +165,8 @@ class UrlKeys:
             self._fetched_at = self._clock()
         except (OSError, h11.RemoteProtocolError, KeysError) as error:  # TimeoutError is an OSError
             _log.warning("jwks_url_unusable", url=self._url.geturl(), why=str(error)[:200] or f"it took more than {_FETCH_SECONDS:g} s")
+        finally:
+            self._fetching = None
 
 
 async def download(url: SplitResult) -> bytes:

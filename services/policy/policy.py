@@ -52,9 +52,9 @@ class Policy:
     def org(self, name: str, overrides: Fields | None = None) -> OrgPolicy:
         """What an org was promised: its tier's fields, under its own, under `overrides`. ANY_ORG: one that nobody names."""
         own = {**self.orgs.get(name, {}), **(overrides or {})}
-        tier = own.get("tier", self.default_tier)
-        # An override may name a tier that the file has no longer.
-        tier = tier if tier in self.tiers else self.default_tier
+        # An override may name a tier that the file has no longer: then what the file itself says counts, and limits don't fall away.
+        named = (own.get("tier", ""), self.orgs.get(name, {}).get("tier", ""))
+        tier = next((tier for tier in named if tier in self.tiers), self.default_tier)
         return layered(name, self.tiers.get(tier, {}), own, {"tier": tier})
 
     def may_use(self, org: OrgPolicy, served: str) -> bool:

@@ -45,7 +45,10 @@ class PolicyFile:
             if stamp == self._stamp:
                 return
             self._stamp = stamp  # Taken before the file is read: one that changes meanwhile is read again.
-            self._policy = load(path)
+            policy = load(path)
+            if policy == Policy() != self._policy:  # a file that is just being written, or on a full disk
+                raise PolicyError(1, "it promises nothing, and did before; if you mean that, restart the services", str(path))
+            self._policy = policy
         except OSError as error:
             self._stamp = None  # Or it wouldn't be seen to come back as it was.
             self._fail(str(error))

@@ -14,6 +14,7 @@ from services.scheduler.metrics import Metrics, class_label
 from services.scheduler.orgs import Orgs
 from services.scheduler.policy.order import Ticket, positions
 from services.scheduler.policy.pace import Pace, retry_seconds
+from services.scheduler.policy.pick import impossible
 from services.scheduler.policy.rules import Rules
 from services.scheduler.quota import Over, refusal
 from services.scheduler.registry import Registry
@@ -156,8 +157,13 @@ class Keeper:
         self._metrics.ended(ended.line, ended.reason)
 
     def _refuse_unserved(self) -> None:
+        """Who can't be served, any more perhaps: it would keep those behind it in its org's queue from their turn, too."""
+        workers = list(self._registry.known(time.monotonic()))
         for waiter in self._waiting:
             error = self.unserved(waiter.ticket)
+            problem = impossible(waiter.ticket, workers, self._orgs.get(waiter.ticket.org))
+            if error is None and problem is not None:
+                error = unavailable(f"no worker can take it any more: {problem[1]}", 5.0, "NO_WORKER")
             if error is not None:
                 waiter.settle(error)
 

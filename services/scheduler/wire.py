@@ -17,14 +17,17 @@ def check_id(name: str, value: str) -> None:
 
 
 def read_settlement(request: scheduler_pb2.FinishRequest) -> Settlement:
-    """What is counted and charged. A request that failed on our side is free; one that was left or ran out of time pays for what it got."""
-    ok, left, late = (code.value[0] for code in (Code.OK, Code.CANCELLED, Code.DEADLINE_EXCEEDED))
+    """What is counted and charged. A request that failed on our side is free; one that was left or ran out of time pays for what it got.
+
+    So does one whose client read too slowly: RESOURCE_EXHAUSTED behind tokens.
+    """
+    ok, left, late, slow = (code.value[0] for code in (Code.OK, Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED))
     return Settlement(
         prompt_tokens=max(0, request.usage.prompt_tokens),
         completion_tokens=max(0, request.usage.completion_tokens),
         cached_tokens=max(0, request.usage.cached_tokens),
         failed=request.status_code not in (ok, left),
-        free=request.status_code not in (ok, left, late),
+        free=request.status_code not in (ok, left, late) and not (request.status_code == slow and request.usage.completion_tokens > 0),
     )
 
 

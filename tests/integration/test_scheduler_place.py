@@ -1,6 +1,7 @@
 """One scheduler over gRPC: tickets are placed, finished, refused, withdrawn, and their callers told."""
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
@@ -8,6 +9,7 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 
 from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
 from services.common.errors import Code, from_rpc
+from services.policy.watched import PolicyFile
 from tests.scheduler_harness import (
     FakeWorker,
     RunningScheduler,
@@ -198,6 +200,22 @@ async def test_no_worker_for_the_model(scheduler: RunningScheduler) -> None:
     gone = await failure_of(scheduler.place(wire_ticket()))
     assert gone.reason == "NO_WORKER"
     await until(lambda: queue_is(scheduler, 0))
+
+
+async def test_whom_no_worker_could_hold_any_more_leaves_the_queue(redis_server, tmp_path: Path) -> None:
+    """It stands first in its org's queue: behind it nobody would have a turn."""
+    path = tmp_path / "policy.yaml"
+    path.write_text("orgs: {acme: {kv_share: 1.0}}\n")
+    async with running_scheduler(redis_server.url, policy=PolicyFile(path)) as scheduler, fake_worker(scheduler, slots=1) as worker:
+        for _ in range(3):
+            worker.accept(await lease_of(scheduler.place(wire_ticket())))
+        waits = asyncio.create_task(failure_of(scheduler.place(wire_ticket(num_prompt_tokens=200))))
+        await until(lambda: queue_is(scheduler, 1))
+        path.write_text("orgs: {acme: {kv_share: 0.1}}\n")
+        error = await waits
+        assert (error.code, error.reason) == (Code.UNAVAILABLE, "NO_WORKER")
+        assert "the org's share (0.1)" in error.message
+        await until(lambda: queue_is(scheduler, 0))
 
 
 async def test_a_full_queue_says_when_to_come_back(redis_server) -> None:

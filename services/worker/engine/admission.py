@@ -54,7 +54,7 @@ class Admission:
         """Sees to it that all that runs has blocks for all its tokens, at the cost of others or of itself."""
         for sequence in list(self._queue.running):
             while sequence.state is SequenceState.RUNNING and not self._tables.grow(sequence):
-                victim = self._queue.next_victim()
+                victim = self._queue.next_victim(sequence)
                 lower = victim.latency_class > sequence.latency_class
                 self.preempt(victim, Cause.CLASS if lower else Cause.CAPACITY, now)
 
@@ -85,7 +85,7 @@ class Admission:
         return self._config.max_sequences - len(self._queue.running)
 
     def _may_start(self, sequence: Sequence, num_tokens: int, shares: Shares) -> bool:
-        return shares.tokens_before(sequence.latency_class) < num_tokens
+        return shares.tokens_before(sequence.latency_class, num_tokens) < num_tokens
 
     def _prompt_is_under_way(self, sequence: Sequence) -> bool:
         """True while another choice of the request computes full blocks of the prompt that this one is going to share."""

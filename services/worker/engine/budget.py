@@ -19,16 +19,18 @@ class Budget:
     step_time: StepTime
 
     def __post_init__(self) -> None:
+        self._most = self.tokens
         self._num_tokens = self._num_rows = self._num_keys = 0  # that are spent
 
     def spend(self, sequence: Sequence, kept_back: float = 0.0, limit_seconds: float = math.inf, *, must: bool = False) -> Span | None:
         """As long a span of the sequence as the budget allows, None if it allows nothing worth the while.
 
-        `kept_back` is the part of the tokens that it leaves. The step takes no longer with it than `limit_seconds`, unless it `must` be in.
+        `kept_back` is the part of all the step's tokens that it leaves. With it the step takes no longer than `limit_seconds`, unless it
+        `must` be in.
         """
         start = sequence.num_computed_tokens
-        length = min(sequence.num_tokens - start, math.ceil(self.tokens * (1 - kept_back)))
-        if limit_seconds < math.inf:
+        length = min(sequence.num_tokens - start, self.tokens - math.ceil(kept_back * self._most))
+        if length > 0 and limit_seconds < math.inf:
             affordable, least = self._affordable(start, limit_seconds), min(length, LEAST_CHUNK)
             if affordable < least and not must:
                 return None

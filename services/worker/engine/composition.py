@@ -66,9 +66,10 @@ class Shares:
         share.blocks += sign * len(sequence.block_table)
         share.tokens += sign * sequence.num_lacking_tokens
 
-    def tokens_before(self, latency_class: int) -> int:
-        """Of the next step's tokens, those that a newcomer of the class has to leave to others: but one to each of a lower class."""
-        return sum(share.tokens if held_by <= latency_class else share.slots for held_by, share in self.held.items())
+    def tokens_before(self, latency_class: int, num_tokens: int) -> int:
+        """Of the next step's `num_tokens`, those that a newcomer has to leave to others: one to each of lower classes, at most a floor."""
+        floor = num_tokens // FLOOR_PARTS
+        return sum(share.tokens if held_by <= latency_class else min(share.slots, floor) for held_by, share in self.held.items())
 
     def within_floor(self, latency_class: int, slots: int = 0, blocks: int = 0) -> bool:
         """Whether the class holds no more than its floor, or wouldn't with so much more."""

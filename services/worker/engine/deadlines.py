@@ -19,6 +19,7 @@ LEAST_PARTS = 8  # one of so many parts of the largest step is for prompts howev
 URGENT_STEPS = 2.0  # a token that is due within as many steps can't be left out of this one
 NEWCOMER_PARTS = 5.0  # one of so many parts of its TTFT target a newcomer may wait for the step under way
 PROMPT_PARTS = 20.0  # and its own steps take one of so many
+FIXED_PARTS = 2.0  # but no step is cut shorter than so many times what it takes without a token: the device would do little else
 EXPECTED_SECONDS = 10.0  # a class that had a request so lately may have another
 MAX_SKIPS = 4  # steps in a row that a sequence is left out of for what others were promised; it is in the next one then
 
@@ -57,10 +58,11 @@ def limits(running: Seq[Sequence], newcomers: Newcomers, most_tokens: int, step_
     if not step_time.known:
         return Limits()
     prompts = {sequence.latency_class for sequence in running if sequence.num_lacking_tokens > 1}
+    least = FIXED_PARTS * step_time.seconds(Load(0, 0, 0))
     return Limits(
         _tpot_seconds(running, most_tokens, step_time, now),
         {
-            latency_class: target / (PROMPT_PARTS if latency_class in prompts else NEWCOMER_PARTS)
+            latency_class: max(target / (PROMPT_PARTS if latency_class in prompts else NEWCOMER_PARTS), least)
             for latency_class, target in newcomers.targets(now).items()
         },
     )
@@ -84,7 +86,8 @@ def _tpot_seconds(running: Iterable[Sequence], most_tokens: int, step_time: Step
 
 
 def in_order(running: Seq[Sequence], step_seconds: float, now: float) -> list[Sequence]:
-    """Urgent decodes; then by class those without a target, the longest left out first, and prompts by deadline; decodes with slack.
+    """Urgent decodes, and whoever was left out too often; by class decodes without a target, the longest left out first, and prompts by
+    deadline; decodes with slack.
 
     Decodes without a target ride along for little, and nothing would make them urgent later. `running` by class and arrival.
     """
@@ -93,7 +96,10 @@ def in_order(running: Seq[Sequence], step_seconds: float, now: float) -> list[Se
     relaxed: list[Sequence] = []
     for sequence in running:
         envelope = sequence.group.envelope
-        if sequence.num_lacking_tokens > 1 or not envelope.tpot_seconds:
+        is_prompt = sequence.num_lacking_tokens > 1
+        if not is_prompt and sequence.num_skips >= MAX_SKIPS:
+            urgent.append(sequence)
+        elif is_prompt or not envelope.tpot_seconds:
             others.append(sequence)
         elif envelope.slack(sequence.num_output_tokens, now) > URGENT_STEPS * step_seconds:
             relaxed.append(sequence)
@@ -109,7 +115,6 @@ def _among_others(sequence: Sequence) -> tuple[int, bool, float]:
 
 
 def kept_back(order: Seq[Sequence]) -> dict[Sequence, float]:
-    """The part of a step's tokens that a prompt leaves to those of lower classes: a floor for each class that has any."""
-    prompts = [sequence for sequence in order if sequence.num_lacking_tokens > 1]
-    classes = sorted({sequence.latency_class for sequence in prompts}, reverse=True)
-    return {sequence: classes.index(sequence.latency_class) / FLOOR_PARTS for sequence in prompts}
+    """The part of a step's tokens that a prompt leaves to those of lower classes: a floor for each class that runs."""
+    classes = sorted({sequence.latency_class for sequence in order}, reverse=True)
+    return {s: classes.index(s.latency_class) / FLOOR_PARTS for s in order if s.num_lacking_tokens > 1}

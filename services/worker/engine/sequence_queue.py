@@ -64,9 +64,12 @@ class SequenceQueue:
         if not sequence.group.live_sequences:
             del self.requests[sequence.request_id]
 
-    def next_victim(self) -> Sequence:
-        """Who gives way so that others can grow: the last that runs, but none that is fully reserved, and rather none about to finish."""
-        candidates = [sequence for sequence in reversed(self.running) if not sequence.is_reserved]
+    def next_victim(self, growing: Sequence) -> Sequence:
+        """Who gives way so that this one can grow: the last that runs, itself perhaps, and nobody who goes before it.
+
+        None that is fully reserved, and rather none about to finish.
+        """
+        candidates = [sequence for sequence in reversed(self.running) if not sequence.is_reserved and sequence.order >= growing.order]
         return next((sequence for sequence in candidates if not sequence.is_about_to_finish), candidates[0])
 
     def check_integrity(self) -> None:

@@ -371,6 +371,16 @@ async def test_x04_unknown_keys_make_no_storm_of_fetches(endpoint: Endpoint) -> 
     assert endpoint.num_fetches == 2
 
 
+async def test_x04_a_call_that_leaves_doesnt_end_the_fetch_that_it_began(endpoint: Endpoint) -> None:
+    keys = UrlKeys(endpoint.url, Clock())
+    first = asyncio.create_task(keys.find("old"))
+    await asyncio.sleep(0)  # it begins
+    first.cancel()
+    assert await keys.find("old"), "though nothing is fetched again for 10 s"
+    assert endpoint.num_fetches == 1
+    assert first.cancelled()
+
+
 async def test_x05_rotation_under_load(endpoint: Endpoint) -> None:
     """200 at once in every second of a rotation: valid tokens are taken throughout, with a fetch in 10 s at most."""
     clock = Clock()

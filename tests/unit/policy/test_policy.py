@@ -91,6 +91,7 @@ def test_overrides_win_and_may_change_the_tier() -> None:
     moved = policy.org("stranger", {"tier": "gold"})
     assert (moved.tier, moved.requests_per_minute, moved.weight) == ("gold", 0, 2)
     assert policy.org("stranger", {"tier": "no more"}).tier == "free", "a tier that the file has lost"
+    assert policy.org("acme", {"tier": "no more"}).tier == "gold", "and the file has one for this org"
 
 
 def test_classes_keep_what_the_file_leaves_out() -> None:

@@ -57,6 +57,20 @@ def test_a_bad_change_keeps_the_last_good_policy(path: Path) -> None:
     assert file.problem == ""
 
 
+@pytest.mark.parametrize("text", ["", "# limits\n", "orgs:\n"])
+def test_a_file_that_is_just_being_written_lifts_no_limit(path: Path, text: str) -> None:
+    clock = Clock()
+    file = PolicyFile(path, clock)
+    path.write_text(text)
+    clock.now = 1.0
+    assert file.policy.org("acme").max_concurrent == 1
+    assert "promises nothing" in file.problem
+    write(path, 2)
+    clock.now = 2.0
+    assert file.policy.org("acme").max_concurrent == 2
+    assert file.problem == ""
+
+
 def test_a_file_that_goes_and_comes_back_as_it_was(path: Path) -> None:
     clock = Clock()
     file = PolicyFile(path, clock)

@@ -31,8 +31,10 @@ def test_tokens_are_spent_until_none_is_left() -> None:
     assert spent.tokens == 0
 
 
-def test_a_part_is_left_to_others() -> None:
-    assert length(budget(160).spend(sequence(300), kept_back=1 / 16)) == 150
+def test_a_part_is_left_to_others_by_all_together() -> None:
+    spent = budget(160)
+    assert [length(spent.spend(sequence(n), kept_back=1 / 16)) for n in (100, 100, 100)] == [100, 50, 0]
+    assert length(spent.spend(sequence(300))) == 10
 
 
 def test_a_prompt_is_cut_where_the_time_ends() -> None:

@@ -7,6 +7,7 @@ import pytest
 from services.worker.engine.deadlines import (
     EXPECTED_SECONDS,
     LEAST_PARTS,
+    MAX_SKIPS,
     NEWCOMER_PARTS,
     PROMPT_PARTS,
     Limits,
@@ -105,9 +106,15 @@ def test_lower_classes_keep_a_step_short_while_a_newcomer_may_come() -> None:
 
 def test_they_keep_it_shorter_while_its_prompt_is_computed() -> None:
     batch, chat = decoding("batch", latency_class=3), prompt("chat", 1)
-    found = limits([chat, batch], newcomers(c1=0.3), MOST, fitted(), NOW)
-    assert found.seconds(batch) == 0.3 / PROMPT_PARTS
+    found = limits([chat, batch], newcomers(c1=0.6), MOST, fitted(), NOW)
+    assert found.seconds(batch) == 0.6 / PROMPT_PARTS
     assert found.seconds(chat) == math.inf
+
+
+def test_no_step_is_cut_so_short_that_it_does_little() -> None:
+    """10 ms of each step are there without a token."""
+    found = limits([decoding("batch", latency_class=3)], newcomers(c1=0.05), MOST, fitted(), NOW)
+    assert found.seconds(decoding("batch", latency_class=3)) == pytest.approx(0.02, rel=0.1)
 
 
 def test_nobody_is_expected_for_ever_nor_without_a_target() -> None:
@@ -136,9 +143,15 @@ def test_whoever_was_left_out_goes_before_its_like() -> None:
     running = [decoding(name) for name in "abc"]
     running[1].num_skips, running[2].num_skips = 1, 2
     assert [s.request_id for s in in_order(running, 0.1, NOW)] == ["c", "b", "a"]
+    batch, relaxed = decoding("batch", latency_class=3), decoding("relaxed", 1, Envelope(NOW, 0.0, 5.0))
+    order = [prompt("prompt"), relaxed, batch]
+    assert [s.request_id for s in in_order(order, 0.1, NOW)] == ["prompt", "batch", "relaxed"]
+    batch.num_skips = relaxed.num_skips = MAX_SKIPS
+    assert [s.request_id for s in in_order(order, 0.1, NOW)] == ["relaxed", "batch", "prompt"]
 
 
 def test_prompts_leave_a_floor_to_those_of_lower_classes() -> None:
     a, b, c, d = prompt("a", 1), prompt("b", 2), prompt("c", 3), decoding("d", latency_class=2)
-    assert kept_back([a, c, d]) == {a: 1 / 16, c: 0}
+    assert kept_back([a, c]) == {a: 1 / 16, c: 0}
+    assert kept_back([a, c, d]) == {a: 2 / 16, c: 0}, "those that decode, too"
     assert kept_back([a, b, c]) == {a: 2 / 16, b: 1 / 16, c: 0}

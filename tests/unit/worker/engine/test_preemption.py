@@ -290,15 +290,66 @@ def test_what_newcomers_were_promised_leaves_nobody_out_for_long() -> None:
     assert gaps.count(MAX_SKIPS + 1) > 30, "and it was left out as long as it may be"
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [EngineRequest("batch", [1] * 3, greedy(30), latency_class=BATCH), EngineRequest("batch", [1] * 400, greedy(3), latency_class=BATCH)],
+    ids=["decoding", "prompt"],
+)
+def test_long_urgent_prompts_leave_each_step_a_part(batch: EngineRequest) -> None:
+    """Realtime prompts of thousands of tokens, and many short ones, want more than every step has."""
+    engine = fake_engine(EngineConfig(num_blocks=9000, block_size=4, max_step_tokens=64, max_sequences=16, prefix_cache=False))
+    engine.add(batch)
+    whole: dict[Key, TokenOutput] = {}
+    numbers = itertools.count()
+    for step in range(400):
+        while sum(s.latency_class == REALTIME for s in [*engine.batcher.queue.running, *engine.batcher.queue.waiting]) < 14:
+            size = 1000 if step % 2 else 20
+            engine.add(EngineRequest(f"now{next(numbers)}", [7] * size, greedy(2), latency_class=REALTIME))
+        collect(engine.step(0.01 * step), whole)
+        if ("batch", 0) in whole and whole["batch", 0].finish_reason:
+            break
+    assert whole["batch", 0].finish_reason, "in 400 steps: 4 tokens of each, or one in five"
+
+
+def test_nobody_gives_way_to_one_that_goes_after_them() -> None:
+    """Seven blocks of four: realtime has grown to five, batch has two and wants a third for its last token."""
+    engine = fake_engine(EngineConfig(num_blocks=7, block_size=4, max_step_tokens=64, max_sequences=4, prefix_cache=False))
+    whole = run(
+        engine,
+        [
+            EngineRequest("now", [1] * 15, greedy(12), latency_class=REALTIME),
+            EngineRequest("batch", [2] * 7, greedy(3), latency_class=BATCH),
+        ],
+    )
+    assert whole["now", 0].num_preemptions == 0
+    assert whole["batch", 0].finish_reason
+
+
+def test_as_many_slots_as_a_step_has_tokens_dont_keep_the_urgent_out() -> None:
+    engine = fake_engine(EngineConfig(num_blocks=400, block_size=4, max_step_tokens=16, max_sequences=16))
+    for index in range(16):
+        engine.add(EngineRequest(f"batch{index}", [index] * 2, greedy(40), latency_class=BATCH))
+    for _ in range(8):
+        engine.step(0.0)
+    engine.add(EngineRequest("now", [99] * 4, greedy(1), latency_class=REALTIME))
+    outputs = [output for _ in range(3) for output in engine.step(0.0)]
+    assert any(output.request_id == "now" and output.token_ids for output in outputs)
+
+
 def test_a_class_below_its_floor_goes_first_whatever_waits() -> None:
     """One of 16 slots is batch's; nobody waits half a minute for it."""
     engine = fake_engine(EngineConfig(num_blocks=320, block_size=4, max_step_tokens=64, max_sequences=16))
     for index in range(40):
         engine.add(EngineRequest(f"now{index}", [index] * 4, greedy(30), latency_class=REALTIME))
     engine.add(EngineRequest("batch", [1] * 12, greedy(10), latency_class=BATCH))
-    whole = drain(engine)
-    order = [key[0] for key in sorted(whole, key=lambda key: whole[key].start_time or 0.0)]
-    assert len(order) == 41
+    whole: dict[Key, TokenOutput] = {}
+    for step in itertools.count():
+        if not engine.has_work:
+            break
+        collect(engine.step(0.1 * step), whole)
+    assert len(whole) == 41
+    assert whole["batch", 0].start_time == 0.0, "with the first"
+    assert sum(output.start_time == 0.0 for output in whole.values()) < 41, "and others had to wait"
     assert whole["batch", 0].num_preemptions == 0
 
 
