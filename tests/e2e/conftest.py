@@ -18,6 +18,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(180))
 
 
+@pytest.fixture(autouse=True)
+def closed_sdks() -> Iterator[None]:
+    """No test leaves a connection behind."""
+    yield
+    meshes.close_sdks()
+
+
 @pytest.fixture(scope="session")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[meshes.Mesh]:
     """`forebay up` with the default model."""

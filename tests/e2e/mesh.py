@@ -21,6 +21,20 @@ from services.cli import supervisor
 
 START_SECONDS = 120
 FOREBAY = (sys.executable, "-P", "-m", "services.cli")
+_clients: list[OpenAI] = []
+
+
+def sdk(mesh: "Mesh", key: str, **options: Any) -> OpenAI:
+    """The SDK with any key, without retries. `close_sdks` ends it: what a collector finds first, client or socket, is chance."""
+    client = OpenAI(base_url=mesh.http_base_url, api_key=key, max_retries=0, **options)
+    _clients.append(client)
+    return client
+
+
+def close_sdks() -> None:
+    """Closes all clients that `sdk` has made."""
+    while _clients:
+        _clients.pop().close()
 
 
 @dataclass(frozen=True)
@@ -52,7 +66,7 @@ class Mesh:
 
     def openai(self, **options: Any) -> OpenAI:
         """The SDK, without retries: a failure is a failure."""
-        return OpenAI(base_url=self.http_base_url, api_key=self.token, max_retries=0, **options)
+        return sdk(self, self.token, **options)
 
     def async_openai(self) -> AsyncOpenAI:
         """As openai."""

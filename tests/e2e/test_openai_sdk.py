@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.mesh import Mesh
+from tests.e2e.mesh import Mesh, sdk
 
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
@@ -82,7 +82,7 @@ def test_errors_have_the_sdks_classes(mesh: Mesh) -> None:
         client.chat.completions.create(model=mesh.model, messages=QUESTION, temperature=-1)
     assert caught.value.param == "temperature"
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=mesh.http_base_url, api_key="nobody", max_retries=0).models.list()
+        sdk(mesh, "nobody").models.list()
 
 
 def test_a_dropped_stream_frees_its_blocks(mesh: Mesh) -> None:

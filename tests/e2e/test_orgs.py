@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.e2e import mesh as meshes
-from tests.e2e.mesh import Mesh, wait_until
+from tests.e2e.mesh import Mesh, sdk, wait_until
 
 POLICY = """
 tiers:
@@ -42,7 +42,7 @@ def told(mesh: Mesh, *arguments: str) -> Any:
 def client(mesh: Mesh, org: str) -> tuple[openai.OpenAI, str]:
     """The SDK with a new key of the org, and the key's id."""
     made = told(mesh, "keys", "create", "--org", org, "--name", "e2e")
-    return openai.OpenAI(base_url=mesh.http_base_url, api_key=made["key"], max_retries=0), made["info"]["key_id"]
+    return sdk(mesh, made["key"]), made["info"]["key_id"]
 
 
 def test_keys_quota_class_and_use(orgs_mesh: Mesh) -> None:
