@@ -6,7 +6,6 @@ same products alone plus the cache's bytes. Prints JSON lines {"figure", "value"
 
 import argparse
 import ctypes
-import json
 import statistics
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from bench.figure import line, show
 from services.cli.models import default
 from services.worker.engine.batch import Batch, Runner, SpanResult
 from services.worker.engine.config import EngineConfig
@@ -98,11 +98,6 @@ class TimedRunner:
         return results
 
 
-def report(figure: str, value: float, unit: str, target: float | None = None, holds: bool | None = None) -> None:
-    line = {"figure": figure, "value": round(value, 4), "unit": unit}
-    print(json.dumps(line | ({} if target is None else {"target": target, "holds": holds})), flush=True)
-
-
 def seconds(f: Callable[[], object]) -> float:
     started = time.perf_counter()
     f()
@@ -149,10 +144,10 @@ class Bench:
             products["prefill"].append(self.probe.multiply(self.decoder.matrices, PREFILL, 1))
             reads.append(self.probe.seconds_per_byte())
         per_byte = statistics.median(reads)
-        report("read_bandwidth", 1e-9 / per_byte, "GB/s")
+        show(line("read_bandwidth", 1e-9 / per_byte, "GB/s"))
         medians = {name: statistics.median(values) for name, values in times.items()}
         for name, value in medians.items():
-            report(f"step_{name}_{self.level}", 1e3 * value, "ms")
+            show(line(f"step_{name}_{self.level}", 1e3 * value, "ms"))
         bounds = {
             "bound_b1": per_byte * (self._weight_bytes() + self._cache_bytes(1)),
             "bound_b64": statistics.median(products["b64"]) + per_byte * self._cache_bytes(64),
@@ -160,8 +155,8 @@ class Bench:
         }
         for name, bound in bounds.items():
             share = bound / medians[name.removeprefix("bound_")]
-            report(f"{name}_ms_{self.level}", 1e3 * bound, "ms")
-            report(name if self.level == "int4" else f"{name}_{self.level}", share, "of the bound", TARGETS[name], share >= TARGETS[name])
+            show(line(f"{name}_ms_{self.level}", 1e3 * bound, "ms"))
+            show(line(name if self.level == "int4" else f"{name}_{self.level}", share, "of the bound", TARGETS[name]))
 
     def layouts(self, rounds: int) -> None:
         """Block-major against layer-major pages at batch 64: over 1, block-major is faster."""
@@ -177,7 +172,7 @@ class Bench:
             self.decoder.forward(step, other)
             layers += [seconds(lambda: self.decoder.forward(step, other)) for _ in range(3)]
         self.decoder.bind(self.cache)
-        report("layer_major_over_block_major", statistics.median(layers) / statistics.median(blocks), "time ratio")
+        show(line("layer_major_over_block_major", statistics.median(layers) / statistics.median(blocks), "time ratio"))
 
     def host_share(self, batch: int, num_steps: int) -> float:
         """Part of a step that is neither the forward nor the choice of tokens: scheduling, lists of ints, bookkeeping."""
@@ -220,7 +215,7 @@ def main() -> int:
             bench.layouts(max(2, arguments.rounds // 4))
             for batch in (1, 64):
                 share = bench.host_share(batch, 60)
-                report("host_share" if batch == 1 else f"host_share_b{batch}", share, "of a step", MAX_HOST_SHARE, share <= MAX_HOST_SHARE)
+                show(line("host_share" if batch == 1 else f"host_share_b{batch}", share, "of a step", MAX_HOST_SHARE, at_most=True))
     return 0
 
 

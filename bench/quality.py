@@ -6,7 +6,6 @@ rounding the weights shows, too. Prints JSON lines {"figure", "value", "unit", "
 """
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.figure import line, show
 from services.cli.models import default
 from services.gateway.models import load_model
 from services.worker.engine.config import ModelConfig
@@ -149,17 +149,12 @@ def progress(message: str) -> None:
         print(f"\r{message}      ", end="", file=sys.stderr, flush=True)
 
 
-def report(figure: str, value: float, unit: str, target: float | None = None) -> None:
-    line: dict[str, object] = {"figure": figure, "value": round(value, 5), "unit": unit}
-    print(json.dumps(line if target is None else line | {"target": target, "holds": value <= target}), flush=True)
-
-
 def report_all(prefix: str, measures: dict[tuple[str, str], Measure]) -> None:
     for (level, kv), m in measures.items():
         name = f"{prefix}{level}_kv_{kv}"
-        report(f"ppl_{name}", m.perplexity, "perplexity")
-        report(f"kl_{name}", m.kl, "nats")
-        report(f"top1_{name}", m.top1, "of tokens")
+        show(line(f"ppl_{name}", m.perplexity, "perplexity"))
+        show(line(f"kl_{name}", m.kl, "nats"))
+        show(line(f"top1_{name}", m.top1, "of tokens"))
 
 
 def main() -> int:
@@ -178,9 +173,9 @@ def main() -> int:
     measures = measure(path, [tokens[i : i + CHUNK] for i in spread][: arguments.texts], arguments.threads)
     report_all("", measures)
     base = measures["int4", "bf16"]
-    report("kl_int4", base.kl, "nats", 0.005)
-    report("kl_int8kv", measures["int4", "int8"].kl - base.kl, "nats over its base", 0.003)
-    report("ppl_fp8kv", measures["bf16", "fp8"].perplexity / measures["bf16", "bf16"].perplexity, "of its base", 1.01)
+    show(line("kl_int4", base.kl, "nats", 0.005, at_most=True))
+    show(line("kl_int8kv", measures["int4", "int8"].kl - base.kl, "nats over its base", 0.003, at_most=True))
+    show(line("ppl_fp8kv", measures["bf16", "fp8"].perplexity / measures["bf16", "bf16"].perplexity, "of its base", 1.01, at_most=True))
     long = measure(path, [tokens[:LONG]], arguments.threads, skip=LONG // 2, formats=[FORMATS[0], *FORMATS[5:]])
     report_all("4k_to_8k_", long)
     with tempfile.TemporaryDirectory() as folder:
