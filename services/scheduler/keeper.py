@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from services.common import log
@@ -14,7 +14,7 @@ from services.scheduler.metrics import Metrics, class_label
 from services.scheduler.orgs import Orgs
 from services.scheduler.policy.order import Ticket, positions
 from services.scheduler.policy.pace import Pace, retry_seconds
-from services.scheduler.policy.pick import impossible
+from services.scheduler.policy.pick import Worker, impossible
 from services.scheduler.policy.rules import Rules
 from services.scheduler.quota import Over, refusal
 from services.scheduler.registry import Registry
@@ -158,14 +158,16 @@ class Keeper:
 
     def _refuse_unserved(self) -> None:
         """Who can't be served, any more perhaps: it would keep those behind it in its org's queue from their turn, too."""
-        workers = list(self._registry.known(time.monotonic()))
+        workers = self._registry.known(time.monotonic())
         for waiter in self._waiting:
-            error = self.unserved(waiter.ticket)
-            problem = impossible(waiter.ticket, workers, self._orgs.get(waiter.ticket.org))
-            if error is None and problem is not None:
-                error = unavailable(f"no worker can take it any more: {problem[1]}", 5.0, "NO_WORKER")
+            error = self.unserved(waiter.ticket) or self._outgrown(waiter.ticket, workers)
             if error is not None:
                 waiter.settle(error)
+
+    def _outgrown(self, ticket: Ticket, workers: Sequence[Worker]) -> StatusError | None:
+        """UNAVAILABLE where a worker could hold the ticket when it came, and none can now."""
+        problem = impossible(ticket, workers, self._orgs.get(ticket.org))
+        return None if problem is None else unavailable(f"no worker can take it any more: {problem[1]}", 5.0, "NO_WORKER")
 
     async def _tell_positions(self) -> None:
         lines = {keys.line_name(w.ticket.model, w.ticket.latency_class) for w in self._waiting if not w.settled}

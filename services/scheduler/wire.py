@@ -22,12 +22,13 @@ def read_settlement(request: scheduler_pb2.FinishRequest) -> Settlement:
     So does one whose client read too slowly: RESOURCE_EXHAUSTED behind tokens.
     """
     ok, left, late, slow = (code.value[0] for code in (Code.OK, Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED))
+    read_slowly = request.status_code == slow and request.usage.completion_tokens > 0
     return Settlement(
         prompt_tokens=max(0, request.usage.prompt_tokens),
         completion_tokens=max(0, request.usage.completion_tokens),
         cached_tokens=max(0, request.usage.cached_tokens),
         failed=request.status_code not in (ok, left),
-        free=request.status_code not in (ok, left, late) and not (request.status_code == slow and request.usage.completion_tokens > 0),
+        free=request.status_code not in (ok, left, late) and not read_slowly,
     )
 
 
