@@ -135,16 +135,15 @@ class Bench:
             while waiting and waiting[-1].at <= now:
                 due.append(waiting.pop())
             for group in batching(engine, due):
-                prompt, output = max(job.prompt_tokens for job in group), max(job.output_tokens for job in group)
+                live |= self._begin(group)
                 for job in group:
                     due.remove(job)
-                    live[self._add(prompt, output, job.latency_class)] = job
             if not engine.has_work:
                 time.sleep(max(0.0, min(0.001, waiting[-1].at - now)) if waiting else 0)
                 continue
             backlog = bool(due or engine.batcher.queue.waiting)
             before = time.perf_counter() - started
-            outputs = engine.step(now)
+            outputs = engine.step(started + before)  # its clock goes on from run to run
             if backlog:
                 occupied.append(len(engine.batcher.queue.running) + sum(news.finish_reason is not None for news in outputs))
             now = time.perf_counter() - started
@@ -157,6 +156,11 @@ class Bench:
         seconds = time.perf_counter() - started
         realtime = [ttft for request_id, ttft in first.items() if live[request_id].latency_class == REALTIME]
         return Run(seconds, len(jobs), sum(job.output_tokens for job in jobs), list(first.values()), realtime, log, occupied)
+
+    def _begin(self, group: Sequence[Job]) -> dict[str, Job]:
+        """Hands them to the engine, each as long as the longest: by request id."""
+        prompt, output = max(job.prompt_tokens for job in group), max(job.output_tokens for job in group)
+        return {self._add(prompt, output, job.latency_class): job for job in group}
 
     def _add(self, prompt_tokens: int, output_tokens: int, latency_class: int) -> str:
         self._num_requests += 1
