@@ -68,6 +68,13 @@ class Metrics:
                 lambda: [((worker,), age) for worker, age in state.heartbeat_ages().items()],
                 ("worker",),
             ),
+            # Requests wait here and not at workers, so what scales by this name must find them here. Each is told by one scheduler alone.
+            Figure(
+                "vllm:num_requests_waiting",
+                "Requests that wait at this scheduler to be placed.",
+                lambda: [((model, "queue"), num) for model, num in state.waiting().items()],
+                ("model_name", "engine"),
+            ),
             gauge("forebay_leases", "Live leases, in the whole mesh.", state.num_leases),
             gauge("forebay_place_streams", "Place streams waiting at this scheduler.", state.num_streams),
             gauge("forebay_redis_away", "1 while Redis doesn't answer.", state.redis_away),
@@ -84,6 +91,8 @@ class State:
 
     lines: Callable[[], Mapping[tuple[str, int], tuple[int, float]]]
     """(model, class) -> (tickets, age of the oldest); lines that are not named are empty."""
+    waiting: Callable[[], Mapping[str, int]]
+    """Model -> streams that wait here."""
     workers_ready: Callable[[], Mapping[str, int]]
     heartbeat_ages: Callable[[], Mapping[str, float]]
     num_leases: Callable[[], int]

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import secrets
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -153,6 +154,7 @@ class Scheduler:
     def _state(self) -> State:
         return State(
             lines=self.keeper.lines,
+            waiting=self._waiting_by_model,
             workers_ready=lambda: self.registry.ready_by_model(time.monotonic()),
             heartbeat_ages=lambda: self.registry.heartbeat_ages(time.monotonic()),
             num_leases=lambda: self.keeper.survey.num_leases,
@@ -162,6 +164,11 @@ class Scheduler:
             policy_refused=lambda: bool(self.orgs.file.problem),
             num_policy_failures=lambda: self.orgs.file.num_failures,
         )
+
+    def _waiting_by_model(self) -> dict[str, int]:
+        """Zeros included, of models that have been served."""
+        counts = Counter(waiter.ticket.model for waiter in self.waiting if not waiter.settled)
+        return {model: counts[model] for model in {*self.registry.ready_by_model(time.monotonic()), *counts}}
 
     async def _watch_orgs(self) -> None:
         """Looks at the policy file and at what operators have set, in case another scheduler's word was lost."""

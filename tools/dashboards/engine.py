@@ -3,7 +3,7 @@
 from tools.dashboards.dashboard import Dashboard, Panel, Variable
 from tools.dashboards.queries import RATE, per_second, quantiles, share
 
-_ENGINE = '{instance=~"$instance", model_name=~"$model"}'
+_ENGINE = '{instance=~"$instance", model_name=~"$model", engine="0"}'
 _GPU = "a worker on a CPU has no GPU"
 ENGINE = Dashboard(
     "forebay-engine",

@@ -10,7 +10,7 @@ from services.common.metrics import exposition
 from services.worker.metrics import Ended, Metrics, one_two_five
 from services.worker.telemetry import Sensors
 from services.worker.throughput import Throughput
-from tests.worker_harness import ToyRunner, serving, toy
+from tests.worker_harness import ToyRunner, hear, serving, toy
 
 MAX_MODEL_LEN = 300
 SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -59,6 +59,7 @@ VLLM: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
     "vllm:request_prefill_time_seconds": ("histogram", (), SECONDS),
     "vllm:request_decode_time_seconds": ("histogram", (), SECONDS),
 }
+PARTS = ("bucket", "sum", "count")
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 INFO = {
     "vllm:cache_config_info": {
@@ -71,6 +72,19 @@ VALUES = {
     ("vllm:prompt_tokens_by_source", "source"): {"local_compute", "local_cache_hit", "external_kv_transfer"},
     ("vllm:prompt_tokens_cached_by_source", "source"): {"device", "host"},
     ("vllm:num_requests_waiting_by_reason", "reason"): {"capacity", "deferred"},
+}
+
+
+READ_BY_OTHERS = {
+    # vLLM's own Grafana dashboard, of now and of before 0.10
+    *(f"vllm:{name}_seconds_{part}" for name in ("e2e_request_latency", "time_to_first_token", "time_per_output_token") for part in PARTS),
+    *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total", "vllm:num_requests_running"),
+    *("vllm:gpu_cache_usage_perc", "vllm:request_prompt_tokens_bucket", "vllm:request_generation_tokens_bucket"),
+    *("vllm:request_queue_time_seconds_sum", "vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum"),
+    "vllm:request_max_num_generation_tokens_sum",
+    # the Gateway API inference extension, and KEDA's trigger
+    *("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"),
+    *("vllm:lora_requests_info", "vllm:cache_config_info"),
 }
 
 
@@ -126,6 +140,24 @@ async def test_what_balancers_read_of_the_cache_is_there() -> None:
             assert labels_of(found[name]) == labels
         (cache,) = found["vllm:cache_config_info"].samples
         assert (cache.labels["block_size"], cache.labels["num_gpu_blocks"], cache.value) == ("4", "64", 1)
+
+
+async def test_what_dashboards_balancers_and_autoscalers_of_vllm_read_is_there() -> None:
+    async with serving() as worker:
+        await hear(worker.stub.Generate(worker.request()))
+        text = (await worker.http.get("/metrics")).text
+    found = {line.partition("{")[0] for line in text.splitlines() if line.startswith("vllm:")}
+    assert found >= READ_BY_OTHERS, READ_BY_OTHERS - found
+
+
+async def test_a_sampled_call_is_the_exemplar_of_its_latencies() -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    async with serving() as worker:
+        for request_id, flags in (("r1", "00"), ("r2", "01")):
+            metadata = (("traceparent", f"00-{trace}-00f067aa0ba902b7-{flags}"),)
+            await hear(worker.stub.Generate(worker.request(request_id), metadata=metadata))
+            text = (await worker.http.get("/metrics", headers={"accept": "application/openmetrics-text"})).text
+            assert (f'trace_id="{trace}"' in text) is (flags == "01")
 
 
 def test_a_latency_leads_to_its_trace_where_there_is_one() -> None:
