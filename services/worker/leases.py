@@ -43,7 +43,7 @@ class Lease:
         self._token_at: dict[int, float] = {}  # choice -> when its last token came
         self._started_at: float | None = None
         self._first_token_at: float | None = None
-        self._num_longest_tokens = 0
+        self._num_longest_tokens = 0  # of the choices that have ended
 
     @property
     def num_output_tokens(self) -> int:
@@ -81,6 +81,7 @@ class Lease:
             return
         if output.finish_reason is not None:
             self.num_sequences -= 1
+            self._num_longest_tokens = max(self._num_longest_tokens, output.first_position + len(output.token_ids))
             self.end_reason = "length" if output.finish_reason is FinishReason.LENGTH else "stop"
         self.outbox.push(output)
 
@@ -99,7 +100,7 @@ class Lease:
             n=self.request.n,
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_output_tokens=self.num_new_tokens,
-            num_longest_tokens=self._num_longest_tokens,
+            num_longest_tokens=self.num_output_tokens if self.request.n == 1 else self._num_longest_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             started_at=self._started_at,
@@ -114,16 +115,17 @@ class Lease:
         if not output.token_ids:
             return
         now = time.monotonic()
+        num_tokens = len(output.token_ids)
         if not self._token_at:
             self._started_at, self._first_token_at = output.start_time, now
             self._metrics.observe_first_token(now - self.arrived_at, self.trace_id)
         since = self._token_at.get(output.choice_index)
         if since is not None:
+            observe, gap = self._metrics.inter_token_latency.observe, (now - since) / num_tokens
             for _ in output.token_ids:
-                self._metrics.inter_token_latency.observe((now - since) / len(output.token_ids))
+                observe(gap)
         self._token_at[output.choice_index] = now
-        self._num_longest_tokens = max(self._num_longest_tokens, output.first_position + len(output.token_ids))
-        self.num_new_tokens += len(output.token_ids)
+        self.num_new_tokens += num_tokens
         self.num_judged_tokens += output.num_judged
         self.num_accepted_tokens += output.num_accepted
 
