@@ -32,7 +32,9 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry, orgs: OrgLabels | None = None) -> None:
         """`orgs`: which have series of their own."""
         request, line, org = ["face", "model", "latency_class"], ["model", "latency_class"], ["org"]
-        self.orgs = orgs or OrgLabels()
+        self._org_labels = orgs or OrgLabels()
+        self._lines: dict[tuple[str, str, str], Line] = {}
+        self._orgs: dict[str, Org] = {}
 
         def counter(name: str, text: str, labels: Sequence[str] = request) -> Counter:
             return Counter(f"forebay_{name}", text, labels, registry=registry)
@@ -60,6 +62,53 @@ class GatewayMetrics:
         self.org_prompt_tokens = counter("org_prompt_tokens", "Prompt tokens of requests that produced an answer, by org", org)
         self.org_output_tokens = counter("org_output_tokens", "Tokens delivered, by org", org)
 
+    def line(self, face: str, model: str, latency_class: str) -> "Line":
+        """The series of all requests that are alike; looked up once, as each label costs a microsecond."""
+        labels = (face, model, latency_class)
+        if labels not in self._lines:
+            self._lines[labels] = Line(
+                ttft=self.ttft.labels(*labels),
+                itl=self.itl.labels(*labels),
+                duration=self.duration.labels(*labels),
+                prompt_tokens=self.prompt_tokens.labels(*labels),
+                cached_tokens=self.cached_tokens.labels(*labels),
+                output_tokens=self.output_tokens.labels(*labels),
+                overrun_tokens=self.overrun_tokens.labels(*labels),
+            )
+        return self._lines[labels]
+
+    def org(self, org: str) -> "Org":
+        """The series of an org, or those of all that have none of their own."""
+        label = self._org_labels.of(org)
+        if label not in self._orgs:
+            counters = (self.org_requests, self.org_errors, self.org_quota_refused, self.org_prompt_tokens, self.org_output_tokens)
+            self._orgs[label] = Org(*(counter.labels(label) for counter in counters))
+        return self._orgs[label]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Of one face, model and class."""
+
+    ttft: Histogram
+    itl: Histogram
+    duration: Histogram
+    prompt_tokens: Counter
+    cached_tokens: Counter
+    output_tokens: Counter
+    overrun_tokens: Counter
+
+
+@dataclass(frozen=True)
+class Org:
+    """Of one org."""
+
+    requests: Counter
+    errors: Counter
+    quota_refused: Counter
+    prompt_tokens: Counter
+    output_tokens: Counter
+
 
 @dataclass
 class Observation:
@@ -77,10 +126,9 @@ class Observation:
     tpot_target: float = 0.0
 
     def __post_init__(self) -> None:
-        self._line = (self.generation.model.name, CLASS_NAMES[self.generation.latency_class])
-        labels = (self.face, *self._line)
-        self._ttft, self._itl = self.metrics.ttft.labels(*labels), self.metrics.itl.labels(*labels)
-        self._output_tokens = self.metrics.output_tokens.labels(*labels)
+        self._labels = (self.generation.model.name, CLASS_NAMES[self.generation.latency_class])
+        self._line = self.metrics.line(self.face, *self._labels)
+        self._itl, self._output_tokens = self._line.itl, self._line.output_tokens
 
     def leased(self, lease: scheduler_pb2.Lease) -> None:
         """What its class was promised comes with the lease."""
@@ -95,24 +143,24 @@ class Observation:
             self._itl.observe((now - self.last_token) / len(delta.token_ids))
         else:
             self.first_token = now
-            self._ttft.observe(now - self.start, exemplar(self.trace_id))
+            self._line.ttft.observe(now - self.start, exemplar(self.trace_id))
         self.last_token = now
         self._output_tokens.inc(len(delta.token_ids))
 
     def ended(self, call: MeshCall, error: StatusError | None, status: Code) -> None:
         """The end, whichever; `error` where it is one."""
-        metrics, labels = self.metrics, (self.face, *self._line)
-        metrics.overrun_tokens.labels(*labels).inc(call.num_overrun_tokens)
+        metrics, line = self.metrics, self._line
+        metrics.requests.labels(self.face, *self._labels, status.name).inc()
+        line.duration.observe(time.monotonic() - self.start, exemplar(self.trace_id))
+        line.overrun_tokens.inc(call.num_overrun_tokens)
         metrics.replacements.inc(call.num_replacements)
         metrics.migrations.inc(call.num_migrations)
-        metrics.requests.labels(*labels, status.name).inc()
-        metrics.duration.labels(*labels).observe(time.monotonic() - self.start, exemplar(self.trace_id))
         if self.usage is not None:
-            metrics.prompt_tokens.labels(*labels).inc(self.usage.prompt_tokens)
-            metrics.cached_tokens.labels(*labels).inc(self.usage.cached_tokens)
+            line.prompt_tokens.inc(self.usage.prompt_tokens)
+            line.cached_tokens.inc(self.usage.cached_tokens)
         if (self.ttft_target or self.tpot_target) and status in _PROMISED:
-            metrics.promised.labels(*self._line).inc()
-            metrics.kept.labels(*self._line).inc(status is Code.OK and self._in_time(call))
+            metrics.promised.labels(*self._labels).inc()
+            metrics.kept.labels(*self._labels).inc(status is Code.OK and self._in_time(call))
         self._charge(call, error, status)
 
     def _in_time(self, call: MeshCall) -> bool:
@@ -123,9 +171,9 @@ class Observation:
 
     def _charge(self, call: MeshCall, error: StatusError | None, status: Code) -> None:
         """To its org."""
-        metrics, org = self.metrics, self.metrics.orgs.of(self.generation.org)
-        metrics.org_requests.labels(org).inc()
-        metrics.org_errors.labels(org).inc(status not in (Code.OK, Code.CANCELLED))
-        metrics.org_quota_refused.labels(org).inc(error is not None and error.reason in _QUOTA_REASONS)
-        metrics.org_prompt_tokens.labels(org).inc(0 if self.usage is None else self.usage.prompt_tokens)
-        metrics.org_output_tokens.labels(org).inc(sum(len(choice.token_ids) for choice in call.choices))
+        org = self.metrics.org(self.generation.org)
+        org.requests.inc()
+        org.errors.inc(status not in (Code.OK, Code.CANCELLED))
+        org.quota_refused.inc(error is not None and error.reason in _QUOTA_REASONS)
+        org.prompt_tokens.inc(0 if self.usage is None else self.usage.prompt_tokens)
+        org.output_tokens.inc(sum(len(choice.token_ids) for choice in call.choices))
