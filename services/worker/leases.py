@@ -81,7 +81,7 @@ class Lease:
             return
         if output.finish_reason is not None:
             self.num_sequences -= 1
-            self._num_longest_tokens = max(self._num_longest_tokens, output.first_position + len(output.token_ids))
+            self._num_longest_tokens = max(self._num_longest_tokens, self._num_new(output))
             self.end_reason = "length" if output.finish_reason is FinishReason.LENGTH else "stop"
         self.outbox.push(output)
 
@@ -100,7 +100,7 @@ class Lease:
             n=self.request.n,
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_output_tokens=self.num_new_tokens,
-            num_longest_tokens=self.num_output_tokens if self.request.n == 1 else self._num_longest_tokens,
+            num_longest_tokens=self.num_new_tokens if self.request.n == 1 else self._num_longest_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             started_at=self._started_at,
@@ -108,6 +108,11 @@ class Lease:
             last_token_at=max(self._token_at.values(), default=None),
             trace_id=self.trace_id,
         )
+
+    def _num_new(self, output: TokenOutput) -> int:
+        """Tokens of the output's choice so far, without those from before a move."""
+        delivered = self.request.delivered[output.choice_index : output.choice_index + 1]
+        return output.first_position + len(output.token_ids) - sum(map(len, delivered))
 
     def _account(self, output: TokenOutput) -> None:
         self._num_preemptions[output.choice_index] = output.num_preemptions

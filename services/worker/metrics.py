@@ -129,9 +129,8 @@ class Metrics:
         info = Gauge("vllm:cache_config_info", "1, with the cache's settings.", (*names, "engine"), registry=self._registry)
         info.labels(*(str(facts[name]) for name in names), "0").set(1)
         labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
-        Gauge("vllm:lora_requests_info", "When adapters were last looked at.", labels, registry=self._registry).labels("0", "", "").set(
-            time.time()
-        )
+        adapters = Gauge("vllm:lora_requests_info", "When adapters were last looked at.", labels, registry=self._registry)
+        adapters.labels("0", "", "").set_to_current_time()
 
     def observe_steps(self, step_tokens: Sequence[int], seconds: float) -> None:
         """Some steps that took so long together; each computed so many tokens."""

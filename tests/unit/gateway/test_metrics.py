@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay.v1 import inference_pb2, scheduler_pb2, types_pb2
 from services.common.errors import Code, StatusError, unavailable
+from services.common.metrics import exposition
 from services.gateway import metrics as gateway_metrics
 from services.gateway.client import MeshCall
 from services.gateway.mesh import Mesh
@@ -158,3 +159,18 @@ async def test_junk_makes_no_series() -> None:
                 request = inference_pb2.GenerateRequest(model=junk, text="a", latency_class=types_pb2.LATENCY_CLASS_BATCH)
                 await mesh.inference.Generate(request, metadata=[("authorization", make_token())]).read()
         assert series(mesh) - before < 15
+
+
+async def test_no_word_of_clients_is_in_a_metric() -> None:
+    """Canaries in prompt, id, user, model, stop string, token and key."""
+    token = make_token("acme", sub="canary-subject")
+    async with stack(play(letters("canary-answer"))) as mesh:
+        body = {"prompt": "canary-prompt", "user": "canary-user", "stop": ["canary-stop"], "max_tokens": 32}
+        headers = {"authorization": token, "x-request-id": "canary-id"}
+        assert (await mesh.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        await mesh.http.post("/v1/completions", json={**body, "model": "canary-model"}, headers=headers)
+        await mesh.http.get("/v1/models", headers={"authorization": "Bearer fb_canary-key"})
+        for accept in ("", "application/openmetrics-text"):
+            text = exposition(mesh.registry, accept)[0].decode()
+            assert "canary" not in text
+            assert token.removeprefix("Bearer ") not in text

@@ -6,6 +6,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from forebay.v1 import types_pb2
 from services.common import rpc
 from services.common.errors import from_rpc
 from services.worker.engine.sequence import Sequence
@@ -174,6 +175,16 @@ async def test_a_request_is_taken_apart_into_its_times_and_counts() -> None:
         assert await metric("forebay_worker_steps_total") == worker.runner.num_steps
         assert await metric("forebay_worker_theta_max") > 0
         assert await metric("forebay_worker_theta_share") > 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_tokens_from_before_a_move_are_not_this_workers(n: int) -> None:
+    async with serving() as worker:
+        delivered = [types_pb2.TokenIds(ids=continuation([5, 6, 7], 8, choice)[:5]) for choice in range(n)]
+        await hear(worker.stub.Generate(worker.request(prompt=[5, 6, 7], epoch=2, n=n, delivered=delivered)))
+        await worker.idle()
+        assert await worker.metric("vllm:request_generation_tokens_sum") == 3 * n
+        assert await worker.metric("vllm:request_max_num_generation_tokens_sum") == 3
 
 
 async def test_what_the_host_gives_back_is_in_usage_and_metrics() -> None:
