@@ -5,7 +5,7 @@ import functools
 import sys
 from contextlib import suppress
 
-from services.common import log, process, rpc
+from services.common import log, process, rpc, tracing
 from services.common.address import with_port
 from services.common.errors import StatusError
 from services.common.process import announce
@@ -95,6 +95,7 @@ def main() -> int:
     try:
         settings = read(SchedulerSettings)
         log.setup("scheduler", settings.log_level)
+        tracing.setup("scheduler")
         process.run(functools.partial(serve, settings))
     except (SettingsError, SchemaError, OSError) as error:
         print(f"forebay scheduler: {error}", file=sys.stderr)
