@@ -70,7 +70,7 @@ async def open_store(settings: SchedulerSettings) -> Store:
     except StatusError as error:
         await store.close()
         raise SettingsError(
-            f"no Redis answers at FOREBAY_REDIS_URL after {settings.redis_wait_seconds:g} s: start it, or name another"
+            f"no Redis answers at FOREBAY_REDIS_URL after {settings.redis_wait_seconds:g} s ({store.trouble}): start it, or name another"
         ) from error
     except BaseException:
         await store.close()
