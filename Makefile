@@ -15,7 +15,8 @@ ARGS ?=
 JOBS ?= 2
 
 .PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes \
-  bench-speculation speculation-lossless config-table compose-smoke clean
+  bench-speculation speculation-lossless config-table compose-smoke clean \
+  bench-metrics dashboards dashboards-live test-rules
 
 help: ## This list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -60,6 +61,14 @@ test-debian: setup ## The tests on Debian's redis-server, which must be installe
 	@server=$$(command -v redis-server) || { echo "no redis-server: apt install redis-server" >&2; exit 1; }
 	FOREBAY_TEST_REDIS=$$server $(BIN)/python -m pytest -n $(JOBS) tests/integration $(ARGS)
 
+test-rules: ## Prometheus's configuration and rules, with their tests; needs Debian's prometheus
+	@command -v promtool >/dev/null || { echo "no promtool: apt install --no-install-recommends prometheus" >&2; exit 1; }
+	promtool check config deploy/prometheus/prometheus.yml
+	promtool test rules deploy/prometheus/tests/*.yml
+
+dashboards-live: setup ## Every panel and rule against a real Prometheus on a mesh under load; needs Debian's prometheus
+	@$(BIN)/python -m bench.dashboards $(ARGS)
+
 kernels-sanitize: setup ## The kernels' tests under address, undefined-behaviour and thread sanitizers, some minutes
 	@$(BIN)/python tools/sanitize_kernels.py
 
@@ -99,6 +108,9 @@ breaking: setup ## Fail if the wire contract breaks the last commit's
 config-table: setup ## Write the settings table in README.md from the settings classes
 	@$(BIN)/python tools/config_table.py README.md
 
+dashboards: setup ## Write the Grafana dashboards in deploy/grafana from their program
+	@$(BIN)/python -m tools.dashboards
+
 cancel-soak: setup ## 3,000 requests cancelled at random times
 	@FOREBAY_CANCELS=3000 $(BIN)/python -m pytest tests/e2e/test_cancellation.py -k at_any_time $(ARGS)
 
@@ -116,6 +128,9 @@ bench-peers: setup ## The mesh beside llama.cpp, vLLM and OpenVINO, which it ins
 
 bench-paper: setup ## Static batching beside continuous batching on the Azure traces' lengths, with the bounds, as JSON lines
 	@$(BIN)/python -m bench.paper $(ARGS)
+
+bench-metrics: setup ## Seconds of a scrape after load, and series that junk makes, as JSON lines
+	@$(BIN)/python -m bench.metrics $(ARGS)
 
 bench-classes: setup ## Realtime among batch requests of three orgs: latency, throughput and fairness, as JSON lines
 	@$(BIN)/python -m bench.classes $(ARGS)

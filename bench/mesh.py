@@ -89,6 +89,14 @@ def _described(pid: int, home: Home, grpc_address: str, http_url: str, token: st
     return Mesh(pid, home.keys, grpc_address, http_url, token, first.name, first.vocab_size)
 
 
+def internal_addresses(mesh: Mesh) -> Mapping[str, str]:
+    """host:port of /metrics by process, of a mesh that `forebay up` keeps running here."""
+    running = Home(mesh.keys.parent).read()
+    if running is None:
+        sys.exit(f"no mesh is up from {mesh.keys.parent}: its internal addresses aren't known")
+    return running.internal_addresses
+
+
 def org_token(mesh: Mesh, org: str, lifetime_seconds: float = 7200.0) -> str:
     """A token by which a client of that mesh belongs to `org`, signed with its development key."""
     key = load_pem_private_key((mesh.keys / "ed25519.pem").read_bytes(), password=None)

@@ -18,9 +18,10 @@ import numpy as np
 
 from bench.figure import line, show
 from bench.lengths import scaled_pairs
-from bench.paper_run import BATCH, MAX_MODEL_LEN, MAX_STEP_TOKENS, REALTIME, WAYS, Bench, Job, Run, StepLog, continuous
+from bench.paper_run import BATCH, BLOCK_SIZE, MAX_MODEL_LEN, MAX_STEP_TOKENS, REALTIME, WAYS, Bench, Job, Run, StepLog, continuous
 from bench.serving import percentile
 from services.cli.models import default
+from services.worker.throughput import resident_sequences, theta_max
 
 TRACES = {"conv": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}
 BUSY_TARGET = 0.9  # offered load of the run that realtime's p99 is taken from
@@ -106,9 +107,11 @@ def _saturation(trace: str, jobs: Sequence[Job], bench: Bench, runs: Sequence[Ru
     full = [row[0] >= MAX_STEP_TOKENS for run in runs for row in run.log.rows]
     yield line(f"paper_{trace}_full_steps", float(statistics.mean(full)), "of the steps had no token left")
     length = statistics.mean(job.prompt_tokens + job.output_tokens for job in jobs)
-    resident = min(bench.slots, bench.slots * MAX_MODEL_LEN / length)
+    num_blocks = bench.slots * MAX_MODEL_LEN // BLOCK_SIZE
+    resident = resident_sequences(num_blocks=num_blocks, block_size=BLOCK_SIZE, mean_length=length, max_sequences=bench.slots)
     steps_per_s = statistics.mean(len(run.log.rows) / run.seconds for run in runs)
-    yield line(f"Theta_max_{trace}", resident * steps_per_s / statistics.mean(job.output_tokens for job in jobs), "requests/s")
+    mean_output = statistics.mean(job.output_tokens for job in jobs)
+    yield line(f"Theta_max_{trace}", theta_max(resident, steps_per_s, mean_output), "requests/s")
 
 
 def _busy(trace: str, jobs: Sequence[Job], bench: Bench, rate: float, rng: random.Random) -> Iterator[dict[str, object]]:

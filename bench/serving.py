@@ -25,6 +25,7 @@ from rich.progress import Progress, TaskID
 from bench.lengths import Lengths, fixed, from_trace
 from bench.mesh import HttpFace, Mesh, find, started
 from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from services.worker import throughput
 
 
 @dataclass
@@ -185,7 +186,11 @@ async def resident_sequences(mesh: Mesh, channel: grpc.aio.Channel, mean_length:
     stub = admin_pb2_grpc.AdminServiceStub(channel)
     fleet = await stub.GetFleet(admin_pb2.GetFleetRequest(), metadata=mesh.metadata)
     by_worker = (
-        min(w.registration.max_sequences, m.num_blocks * m.block_size / mean_length) for w in fleet.workers for m in w.registration.models
+        throughput.resident_sequences(
+            num_blocks=m.num_blocks, block_size=m.block_size, mean_length=mean_length, max_sequences=w.registration.max_sequences
+        )
+        for w in fleet.workers
+        for m in w.registration.models
     )
     return sum(by_worker)
 

@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable
 
 import uvicorn
 import uvloop
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from services.common import metrics
 from services.common.address import split
 
 _OPEN_FILES = 16 << 10
@@ -64,10 +65,15 @@ async def until(stop: asyncio.Event, *loops: asyncio.Task[None]) -> None:
 
 
 class InternalHttp:
-    """The internal port: /metrics (Prometheus text), /health (the process is sound), /ready (it takes work). 503 says why not."""
+    """The internal port: /metrics (Prometheus), /health (the process is sound), /ready (it takes work). 503 says why not.
+
+    The process's own figures join the service's in `registry`.
+    """
 
     def __init__(self, address: str, registry: CollectorRegistry, ready: Ready, *, sound: Ready = lambda: None) -> None:
         """`sound`: None, or why only a restart helps."""
+        metrics.add_process(registry)
+        self._lag = metrics.LoopLag(registry)
         self._registry = registry
         self._ready = ready
         self._sound = sound
@@ -76,14 +82,18 @@ class InternalHttp:
 
     async def start(self) -> int:
         """Listens and returns the port."""
-        return await self._http.start()
+        port = await self._http.start()
+        self._lag.start()
+        return port
 
     async def stop(self) -> None:
         """Closes the port."""
+        self._lag.stop()
         await self._http.stop()
 
-    async def _metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+    async def _metrics(self, request: Request) -> Response:
+        body, content_type = metrics.exposition(self._registry, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
 
     async def _health(self, _: Request) -> Response:
         reason = self._sound()

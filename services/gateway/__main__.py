@@ -26,6 +26,7 @@ from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
 from services.gateway.oidc import OidcKeys
+from services.gateway.org_labels import OrgLabels
 from services.gateway.orgs import Orgs
 from services.gateway.server import SERVICE_NAMES, make_server
 from services.gateway.settings import GatewaySettings
@@ -86,7 +87,7 @@ def build(settings: GatewaySettings, registry: CollectorRegistry) -> Gateway:
         mesh=mesh,
         orgs=Orgs(mesh),
         fleet=FleetWatch(mesh, models),
-        metrics=GatewayMetrics(registry),
+        metrics=GatewayMetrics(registry, OrgLabels(settings.metrics_orgs, lambda: policy.policy.orgs)),
         calls=OpenCalls(settings.max_open_calls),
         max_tokens_cap=settings.max_tokens_cap,
         policy=policy,

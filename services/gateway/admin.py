@@ -8,10 +8,11 @@ from google.protobuf.message import Message
 
 from forebay.v1 import admin_pb2, admin_pb2_grpc
 from services.common import log
-from services.common.errors import Code, StatusError
+from services.common.errors import StatusError
 from services.gateway.gateway import Gateway
 from services.gateway.interceptor import caller
 from services.gateway.mesh import Scheduler
+from services.gateway.usage import usage
 
 _log = log.get(__name__)
 
@@ -56,13 +57,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return await self._pass_on(request, lambda scheduler: scheduler.admin.RevokeKey)
 
     async def GetUsage(self, request: admin_pb2.GetUsageRequest, _: Context) -> admin_pb2.GetUsageResponse:
-        """See admin.proto. A user who names no org gets the own one's."""
-        who = caller()
-        if "operator" not in who.roles:
-            if request.org not in ("", who.org):
-                raise StatusError(Code.PERMISSION_DENIED, "use of another org is for operators: leave org out for your own")
-            request.org = who.org
-        return await self._gateway.mesh.ask(lambda scheduler: scheduler.admin.GetUsage(request, timeout=_SECONDS))
+        """See admin.proto."""
+        return await usage(self._gateway.mesh, caller(), request)
 
     async def ListAudit(self, request: admin_pb2.ListAuditRequest, _: Context) -> admin_pb2.ListAuditResponse:
         """See admin.proto."""

@@ -68,6 +68,7 @@ class MeshCall:
         mesh.budget.earn()
         self.num_overrun_tokens = 0  # received behind the end of a choice
         self.num_replacements = 0
+        self.num_migrations = 0  # replacements with tokens delivered
         self._mesh = mesh
         self._generation = generation
         self._on_lease = on_lease
@@ -135,6 +136,7 @@ class MeshCall:
                 if attempt == self._mesh.limits.max_attempts or not self._mesh.budget.spend():
                     raise unavailable(f"the request lost its worker {attempt} times ({lost}): try again", reason="WORKER_LOST") from lost
                 self.num_replacements += 1
+                self.num_migrations += any(choice.token_ids for choice in self.choices)
                 if lost.unreachable:
                     self._mesh.exclude(lease.worker_id)
                 else:

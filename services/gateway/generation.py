@@ -4,7 +4,6 @@ Turns the mesh's tokens into text, cuts at stop strings, names log-probabilities
 """
 
 import secrets
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 
@@ -13,7 +12,7 @@ from services.common import log
 from services.common.errors import Code, StatusError
 from services.gateway.client import MeshCall
 from services.gateway.mesh import Mesh
-from services.gateway.metrics import CLASS_NAMES, GatewayMetrics, Observation
+from services.gateway.metrics import GatewayMetrics, Observation
 from services.gateway.request import Generation
 from services.gateway.text.reply import CallPart, Reply
 from services.gateway.text.stream import Piece, TextStream
@@ -39,10 +38,15 @@ class Generations:
 
         Whatever goes wrong comes out as a StatusError: what is not the client's or the mesh's doing is our bug, logged and INTERNAL.
         """
-        observation = Observation(self._metrics, self._face, generation.model.name, CLASS_NAMES[generation.latency_class], time.monotonic())
-        status = Code.CANCELLED
+        observation = Observation(self._metrics, self._face, generation)
+        status, failure = Code.CANCELLED, None
         self._metrics.running.labels(self._face).inc()
-        call = MeshCall(self._mesh, generation, on_lease)
+
+        def leased(lease: scheduler_pb2.Lease) -> None:
+            observation.leased(lease)
+            on_lease(lease)
+
+        call = MeshCall(self._mesh, generation, leased)
         try:
             async with call, aclosing(_Run(generation, call).events()) as events:
                 async for event in events:
@@ -53,7 +57,7 @@ class Generations:
                         status = Code.OK
                     yield event
         except StatusError as error:
-            status = error.code
+            status, failure = error.code, error
             raise
         except Exception as error:  # the last line before the client: it gets a typed end, we get the trace
             status = Code.INTERNAL
@@ -63,7 +67,7 @@ class Generations:
             ) from error
         finally:
             self._metrics.running.labels(self._face).dec()
-            observation.ended(status.name, num_overrun_tokens=call.num_overrun_tokens, num_replacements=call.num_replacements)
+            observation.ended(call, failure, status)
 
 
 class _Run:

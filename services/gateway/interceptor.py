@@ -49,18 +49,25 @@ class Edge(grpc.aio.ServerInterceptor):
         self, method: Callable[[Any, Any], Awaitable[Any]], parse: Callable[[bytes], Any], name: str
     ) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
         async def call(messages: AsyncIterator[bytes], context: Any) -> Any:
+            status = Code.CANCELLED
             try:
                 _caller.set(await self._authenticate(context, name))
                 with self._gateway.calls.one():
-                    return await method(await _only(messages, parse), context)
+                    answer = await method(await _only(messages, parse), context)
+                status = Code.OK
+                return answer
             except StatusError as error:
+                status = error.code
                 await _end(context, error)
             except (grpc.aio.AbortError, grpc.aio.UsageError):
                 raise
             except Exception:  # our bug: the client gets a typed end, the log gets the trace
+                status = Code.INTERNAL
                 _log.exception("call_failed", method=name)
                 words = "the gateway failed on this call: try again, and report it if it fails again"
                 await _end(context, StatusError(Code.INTERNAL, words))
+            finally:
+                self._gateway.metrics.calls.labels("grpc", name.rpartition("/")[2], status.name).inc()
 
         return call
 

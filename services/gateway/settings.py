@@ -25,6 +25,9 @@ class GatewaySettings(ServiceSettings):
     max_tokens_cap: int = Field(32_768, ge=1, description="most tokens that one choice may ask for")
     max_open_calls: int = Field(2048, ge=1, description="calls of both faces that may be open at once; more get UNAVAILABLE (503)")
     max_connections: int = Field(4096, ge=1, description="connections that each face holds open at once; more are refused")
+    metrics_orgs: int = Field(
+        50, ge=0, le=1000, description="orgs with figures of their own in /metrics, those of policy_file first; the rest is `other`"
+    )
     drain_seconds: float = Field(30.0, ge=0, description="open streams may go on for so long after SIGTERM")
 
     @property

@@ -10,7 +10,7 @@ from services.scheduler import keys
 from services.scheduler.ledger import Lease, Ledger
 from services.scheduler.metrics import Metrics, class_label
 from services.scheduler.policy.order import Order
-from services.scheduler.policy.pick import Placement, plan
+from services.scheduler.policy.pick import Placement, counts_on, plan
 from services.scheduler.policy.rules import Rules
 from services.scheduler.registry import Registry
 
@@ -69,8 +69,9 @@ class Dispatcher:
 
     def _report(self, placement: Placement, outcome: Lease | str) -> None:
         if isinstance(outcome, str):
-            self._metrics.refused_commits.labels(outcome).inc()
+            self._metrics.decisions.labels(outcome).inc()
             return
         ticket = placement.ticket
+        self._metrics.decisions.labels(counts_on(placement)).inc()
         self._metrics.placements.labels(ticket.model, class_label(ticket.latency_class)).inc()
         self._delivered(outcome, keys.line_name(ticket.model, ticket.latency_class))

@@ -1,4 +1,4 @@
-"""Keeps house, once a second: speaks for the waiting streams, sweeps, refuses what nobody serves, tells positions and metrics."""
+"""Keeps house, once a second: speaks for the waiting streams, sweeps, refuses what nobody serves, tells positions."""
 
 import asyncio
 import random
@@ -138,7 +138,6 @@ class Keeper:
         now = time.monotonic()
         for (model, version), age in self.survey.serving.items():
             self._registry.note_served(model, version, now - age)
-        self._show()
 
     async def _hear(self, news: News) -> None:
         waiter = self._waiting.get(news.request_id)
@@ -194,13 +193,6 @@ class Keeper:
             words += f", and a more urgent one has taken this {class_label(ticket.latency_class)} one's place"
         self._metrics.shed.labels(ticket.model, class_label(ticket.latency_class)).inc()
         waiter.settle(unavailable(f"{words}: try again later", seconds, "SHED" if shed else "QUEUE_FULL"))
-
-    def _show(self) -> None:
-        self._metrics.show_queues(self.lines())
-        self._metrics.live_leases.set(self.survey.num_leases)
-        self._metrics.waiting_streams.set(len(self._waiting))
-        for model, num in self._registry.ready_by_model(time.monotonic()).items():
-            self._metrics.workers_ready.labels(model).set(num)
 
     def lines(self) -> dict[tuple[str, int], tuple[int, float]]:
         """(model, class) -> (tickets waiting, seconds that the oldest has waited), as of the last survey."""

@@ -1,71 +1,110 @@
 """What a scheduler counts, for Prometheus: forebay_* by model and class."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import grpc
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from forebay.v1 import scheduler_pb2, types_pb2
+from services.common.metrics import Figure, Rows, counter, gauge
 from services.scheduler import keys
 
+DECISIONS = ("free", "preempts", "waits", "ticket", "deadline", "incarnation", "down", "refusing", "room", "share")
+"""What a placement counted on there, or what of it didn't hold when it was committed."""
+_QUOTA_KINDS = ("requests", "tokens", "concurrent", "size")
 _WAIT_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
 class Metrics:
     """One scheduler's instruments in their own registry."""
 
-    def __init__(self, num_redis_failures: Callable[[], int], num_policy_failures: Callable[[], int]) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         line = ("model", "latency_class")
-        self.queue_depth = Gauge("forebay_queue_depth", "Tickets waiting, in the whole mesh.", line, registry=self.registry)
-        self.queue_oldest = Gauge("forebay_queue_oldest_seconds", "Age of the oldest waiting ticket.", line, registry=self.registry)
         self.queue_wait = Histogram(
             "forebay_queue_wait_seconds", "Arrival to placement.", line, buckets=_WAIT_BUCKETS, registry=self.registry
         )
         self.placements = Counter("forebay_placements", "Leases committed by this scheduler.", line, registry=self.registry)
-        self.refused_commits = Counter("forebay_commits_refused", "Placements that lost a race.", ("reason",), registry=self.registry)
+        self.decisions = Counter(
+            "forebay_decisions",
+            "Placements chosen here: free (there was room), preempts, waits (for a slot there), or what didn't hold at the commit.",
+            ("reason",),
+            registry=self.registry,
+        )
         self.finished = Counter("forebay_finished", "Requests ended, as told here.", (*line, "reason"), registry=self.registry)
         self.shed = Counter("forebay_shed", "Requests refused by or put out of a full queue, as told here.", line, registry=self.registry)
         self.quota_refused = Counter(
             "forebay_quota_refused",
-            "Requests refused: requests, tokens, concurrent, or too large for any bucket.",
+            "Requests refused: requests, tokens, concurrent, or size: too large for any bucket.",
             ("kind",),
             registry=self.registry,
         )
-        self.live_leases = Gauge("forebay_leases", "Live leases, in the whole mesh.", registry=self.registry)
-        self.workers_ready = Gauge("forebay_workers_ready", "Attached workers that take new work.", ("model",), registry=self.registry)
-        self.waiting_streams = Gauge("forebay_place_streams", "Place streams waiting at this scheduler.", registry=self.registry)
-        self.registry.register(_Tally("forebay_redis_failures", "Calls to Redis that failed.", num_redis_failures))
-        words = "Changes of the policy file that can't be used."
-        self.registry.register(_Tally("forebay_policy_failures", words, num_policy_failures))
+        for kind in _QUOTA_KINDS:
+            self.quota_refused.labels(kind)
+        for reason in DECISIONS:
+            self.decisions.labels(reason)
 
     def ended(self, line: str, reason: str) -> None:
         """A request of this line ('' if it isn't known) is over."""
         model, latency_class = keys.parse_line(line) if line else ("", 0)
         self.finished.labels(model, class_label(latency_class), reason).inc()
 
-    def show_queues(self, lines: dict[tuple[str, int], tuple[int, float]]) -> None:
-        """(model, class) -> (tickets, age of the oldest); lines that are not named are empty."""
-        self.queue_depth.clear()
-        self.queue_oldest.clear()
-        for (model, latency_class), (num, oldest) in lines.items():
-            self.queue_depth.labels(model, class_label(latency_class)).set(num)
-            self.queue_oldest.labels(model, class_label(latency_class)).set(oldest)
+    def show(self, state: "State") -> None:
+        """Shows how things stand whenever Prometheus asks, so that nothing outlives what it is said of."""
+        line = ("model", "latency_class")
+        for figure in (
+            Figure("forebay_queue_depth", "Tickets waiting, in the whole mesh.", lambda: _rows(state.lines(), 0), line),
+            Figure("forebay_queue_oldest_seconds", "Age of the oldest waiting ticket.", lambda: _rows(state.lines(), 1), line),
+            Figure(
+                "forebay_workers_ready",
+                "Attached workers that take new work.",
+                lambda: [((model,), num) for model, num in state.workers_ready().items()],
+                ("model",),
+            ),
+            Figure(
+                "forebay_worker_heartbeat_age_seconds",
+                "Since the last word of each attached worker.",
+                lambda: [((worker,), age) for worker, age in state.heartbeat_ages().items()],
+                ("worker",),
+            ),
+            # Requests wait here and not at workers, so what scales by this name must find them here. Each is told by one scheduler alone.
+            Figure(
+                "vllm:num_requests_waiting",
+                "Requests that wait at this scheduler to be placed.",
+                lambda: [((model, "queue"), num) for model, num in state.waiting().items()],
+                ("model_name", "engine"),
+            ),
+            gauge("forebay_leases", "Live leases, in the whole mesh.", state.num_leases),
+            gauge("forebay_place_streams", "Place streams waiting at this scheduler.", state.num_streams),
+            gauge("forebay_redis_away", "1 while Redis doesn't answer.", state.redis_away),
+            counter("forebay_redis_failures", "Calls to Redis that failed.", state.num_redis_failures),
+            gauge("forebay_policy_refused", "1 while the policy file, as it is, can't be used.", state.policy_refused),
+            counter("forebay_policy_failures", "Changes of the policy file that can't be used.", state.num_policy_failures),
+        ):
+            self.registry.register(figure)
 
 
-class _Tally(Collector):
-    """A counter that somebody else keeps."""
+@dataclass(frozen=True)
+class State:
+    """Where the figures that others keep are read."""
 
-    def __init__(self, name: str, documentation: str, read: Callable[[], int]) -> None:
-        self._name = name
-        self._documentation = documentation
-        self._read = read
+    lines: Callable[[], Mapping[tuple[str, int], tuple[int, float]]]
+    """(model, class) -> (tickets, age of the oldest); lines that are not named are empty."""
+    waiting: Callable[[], Mapping[str, int]]
+    """Model -> streams that wait here."""
+    workers_ready: Callable[[], Mapping[str, int]]
+    heartbeat_ages: Callable[[], Mapping[str, float]]
+    num_leases: Callable[[], int]
+    num_streams: Callable[[], int]
+    redis_away: Callable[[], bool]
+    num_redis_failures: Callable[[], int]
+    policy_refused: Callable[[], bool]
+    num_policy_failures: Callable[[], int]
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """What Prometheus asks for."""
-        yield CounterMetricFamily(self._name, self._documentation, value=self._read())
+
+def _rows(lines: Mapping[tuple[str, int], tuple[int, float]], index: int) -> Rows:
+    return [((model, class_label(latency_class)), figures[index]) for (model, latency_class), figures in lines.items()]
 
 
 def class_label(latency_class: int) -> str:

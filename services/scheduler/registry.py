@@ -101,6 +101,10 @@ class Registry:
                 counts[model] = counts.get(model, 0) + 1
         return counts
 
+    def heartbeat_ages(self, now: float) -> dict[str, float]:
+        """Seconds since the last word of each worker that is attached."""
+        return {worker_id: now - worker.seen_at for worker_id, worker in self._workers.items() if worker.stream is not None}
+
     def _note_served(self, worker: Attached, now: float) -> None:
         if worker.not_ready_reason(now, self._liveness_seconds):
             return

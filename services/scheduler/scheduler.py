@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import secrets
+import time
+from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,7 +19,7 @@ from services.scheduler.audit import Audit
 from services.scheduler.dispatcher import Dispatcher
 from services.scheduler.keeper import Keeper
 from services.scheduler.ledger import Lease, Ledger, Timing
-from services.scheduler.metrics import Metrics
+from services.scheduler.metrics import Metrics, State
 from services.scheduler.orgs import Orgs
 from services.scheduler.policy.rules import Rules
 from services.scheduler.registry import Registry
@@ -68,7 +70,7 @@ class Scheduler:
         self.options = options
         self.store = store
         self.orgs = Orgs(store, policy or PolicyFile(None))
-        self.metrics = Metrics(lambda: store.num_failures, lambda: self.orgs.file.num_failures)
+        self.metrics = Metrics()
         self.registry = Registry(liveness_seconds=options.liveness_seconds)
         self.waiting = Waiting()
         # Drawn at each start: a restarted scheduler must not take its predecessor's streams and events for its own.
@@ -84,6 +86,7 @@ class Scheduler:
         self.dispatcher = Dispatcher(
             self.ledger, self.registry, self.rules, self.metrics, poll_seconds=options.poll_seconds, delivered=self.placed
         )
+        self.metrics.show(self._state())
         self.stopping = False
         self._holders = itertools.count(1)
         self._loops: list[asyncio.Task[None]] = []
@@ -147,6 +150,25 @@ class Scheduler:
         if self.stopping:
             return "stopping"
         return "Redis is away" if self.store.is_away else None
+
+    def _state(self) -> State:
+        return State(
+            lines=self.keeper.lines,
+            waiting=self._waiting_by_model,
+            workers_ready=lambda: self.registry.ready_by_model(time.monotonic()),
+            heartbeat_ages=lambda: self.registry.heartbeat_ages(time.monotonic()),
+            num_leases=lambda: self.keeper.survey.num_leases,
+            num_streams=lambda: len(self.waiting),
+            redis_away=lambda: self.store.is_away,
+            num_redis_failures=lambda: self.store.num_failures,
+            policy_refused=lambda: bool(self.orgs.file.problem),
+            num_policy_failures=lambda: self.orgs.file.num_failures,
+        )
+
+    def _waiting_by_model(self) -> dict[str, int]:
+        """Zeros included, of models that have been served."""
+        counts = Counter(waiter.ticket.model for waiter in self.waiting if not waiter.settled)
+        return {model: counts[model] for model in {*self.registry.ready_by_model(time.monotonic()), *counts}}
 
     async def _watch_orgs(self) -> None:
         """Looks at the policy file and at what operators have set, in case another scheduler's word was lost."""

@@ -10,6 +10,7 @@ import grpc
 from forebay.v1 import admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from services.common import errors, log, rpc
 from services.common.errors import Code, StatusError, invalid
+from services.common.metrics import exemplar, trace_id_of
 from services.scheduler import quota
 from services.scheduler.admin import AdminServicer
 from services.scheduler.ledger import Held, Lease
@@ -75,7 +76,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             if reason is not None:
                 scheduler.errand(self._withdraw(waiter, enqueuing, reason))
         ticket = waiter.ticket
-        scheduler.metrics.queue_wait.labels(ticket.model, class_label(ticket.latency_class)).observe(lease.queued_seconds)
+        trace = exemplar(trace_id_of(waiter.traceparent))
+        scheduler.metrics.queue_wait.labels(ticket.model, class_label(ticket.latency_class)).observe(lease.queued_seconds, trace)
         await context.write(self._placed(lease, waiter))
 
     async def _wait(self, waiter: Waiter, context: PlaceContext) -> Lease:

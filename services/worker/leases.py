@@ -10,7 +10,7 @@ from services.common.errors import Code, StatusError, unavailable
 from services.worker.engine.grammar import Grammar
 from services.worker.engine.request import EngineRequest, FinishReason, TokenOutput
 from services.worker.engine_loop import EngineLoop
-from services.worker.metrics import Metrics
+from services.worker.metrics import Ended, Metrics
 from services.worker.outbox import Outbox, Pace
 from services.worker.wire import Served, to_engine
 
@@ -38,13 +38,22 @@ class Lease:
         self._num_preemptions: dict[int, int] = {}
         self.end_reason = "abort"
         self.arrived_at = time.monotonic()
+        self.trace_id: str | None = None  # of the call that brought it, while it is traced
         self._metrics = metrics
         self._token_at: dict[int, float] = {}  # choice -> when its last token came
+        self._started_at: float | None = None
+        self._first_token_at: float | None = None
+        self._num_longest_tokens = 0  # of the choices that have ended
 
     @property
     def num_output_tokens(self) -> int:
         """Output tokens over all choices, those from before a move included."""
         return sum(map(len, self.request.delivered)) + self.num_new_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        """Of all its choices."""
+        return sum(self._num_preemptions.values())
 
     @property
     def num_wanted_blocks(self) -> int:
@@ -59,7 +68,7 @@ class Lease:
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=self.num_output_tokens,
             cached_tokens=self.num_cached_tokens,
-            preemptions=sum(self._num_preemptions.values()),
+            preemptions=self.num_preemptions,
             drafted_tokens=self.num_judged_tokens,
             accepted_tokens=self.num_accepted_tokens,
         )
@@ -72,6 +81,7 @@ class Lease:
             return
         if output.finish_reason is not None:
             self.num_sequences -= 1
+            self._num_longest_tokens = max(self._num_longest_tokens, self._num_new(output))
             self.end_reason = "length" if output.finish_reason is FinishReason.LENGTH else "stop"
         self.outbox.push(output)
 
@@ -81,21 +91,46 @@ class Lease:
             self.end_reason = "error"
         self.outbox.fail(error)
 
+    def ended(self) -> Ended:
+        """What became of it, for the metrics."""
+        return Ended(
+            reason=self.end_reason if self.num_sequences == 0 or self.end_reason == "error" else "abort",
+            arrived_at=self.arrived_at,
+            ended_at=time.monotonic(),
+            n=self.request.n,
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_output_tokens=self.num_new_tokens,
+            num_longest_tokens=self.num_new_tokens if self.request.n == 1 else self._num_longest_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            started_at=self._started_at,
+            first_token_at=self._first_token_at,
+            last_token_at=max(self._token_at.values(), default=None),
+            trace_id=self.trace_id,
+        )
+
+    def _num_new(self, output: TokenOutput) -> int:
+        """Tokens of the output's choice so far, without those from before a move."""
+        delivered = self.request.delivered[output.choice_index : output.choice_index + 1]
+        return output.first_position + len(output.token_ids) - sum(map(len, delivered))
+
     def _account(self, output: TokenOutput) -> None:
         self._num_preemptions[output.choice_index] = output.num_preemptions
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if not output.token_ids:
             return
         now = time.monotonic()
+        num_tokens = len(output.token_ids)
         if not self._token_at:
-            self._metrics.time_to_first_token.observe(now - self.arrived_at)
-            self._metrics.prompt_tokens.inc(len(self.request.prompt_token_ids))
+            self._started_at, self._first_token_at = output.start_time, now
+            self._metrics.observe_first_token(now - self.arrived_at, self.trace_id)
         since = self._token_at.get(output.choice_index)
         if since is not None:
+            observe, gap = self._metrics.inter_token_latency.observe, (now - since) / num_tokens
             for _ in output.token_ids:
-                self._metrics.inter_token_latency.observe((now - since) / len(output.token_ids))
+                observe(gap)
         self._token_at[output.choice_index] = now
-        self.num_new_tokens += len(output.token_ids)
+        self.num_new_tokens += num_tokens
         self.num_judged_tokens += output.num_judged
         self.num_accepted_tokens += output.num_accepted
 
@@ -146,8 +181,7 @@ class Leases:
         )
         self._check_room(lease)
         self._live[lease.request_id] = lease
-        self._metrics.request_n.observe(request.n)
-        self._metrics.request_max_tokens.observe(message.sampling.max_tokens)
+        self._metrics.observe_request(n=request.n, max_tokens=message.sampling.max_tokens)
         self._loop.add(request, lease)
         return lease
 
@@ -158,12 +192,7 @@ class Leases:
         del self._live[lease.request_id]
         self._remember(lease.request_id, lease.epoch)
         self._loop.abort(lease.request.request_id)
-        self._metrics.observe_end(
-            lease.end_reason if lease.num_sequences == 0 or lease.end_reason == "error" else "abort",
-            seconds=time.monotonic() - lease.arrived_at,
-            num_prompt_tokens=len(lease.request.prompt_token_ids),
-            num_output_tokens=lease.num_new_tokens,
-        )
+        self._metrics.observe_end(lease.ended())
         if not self._live:
             self._idle.set()
         self.on_room()

@@ -1,16 +1,22 @@
-"""A worker's Prometheus metrics under vLLM's names, labels and buckets, so that its dashboards and alerts fit.
+"""A worker's Prometheus metrics under vLLM's names, labels and buckets, so that its dashboards, alerts and autoscalers fit.
 
-Counters of the engine are cumulative there; here only their growth is added.
+What the engine counts is read from it (engine_figures); here is what requests and steps are observed with.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
 
+from services.common.metrics import Figure, counter, exemplar
+from services.worker import device_figures, engine_figures
 from services.worker.engine.engine import EngineStats
+from services.worker.engine_figures import LABELS
+from services.worker.telemetry import Sensors
+from services.worker.throughput import Throughput
 
-LABELS = ("model_name", "engine")
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -21,7 +27,10 @@ LATENCY_BUCKETS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-FINISHED_REASONS = ("stop", "length", "abort", "error")
+PREEMPTIONS_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
+N_BUCKETS = (1, 2, 5, 10, 20)
+FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
+"""vLLM's; nothing here ends by repetition."""
 
 
 class Renamed(Collector):
@@ -40,117 +49,135 @@ class Renamed(Collector):
             yield renamed
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A request that is over. Times in seconds by one clock; None: it never came so far."""
+
+    reason: str  # one of FINISHED_REASONS
+    arrived_at: float
+    ended_at: float
+    n: int
+    num_prompt_tokens: int
+    num_output_tokens: int  # new ones, over all choices
+    num_longest_tokens: int  # of its longest choice
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    started_at: float | None = None  # its first choice was admitted to the batch
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    trace_id: str | None = None
+
+
 class Metrics:
     """Every series of one model on one worker. Each exists from the start, at zero."""
 
-    def __init__(self, registry: CollectorRegistry, *, model_name: str, max_model_len: int) -> None:
+    def __init__(self, registry: CollectorRegistry, *, model_name: str, max_model_len: int, throughput: Throughput) -> None:
         self._registry = registry
         self._labels = (model_name, "0")
-        lengths = one_two_five(max_model_len)
-        self.num_requests_running = self._gauge("vllm:num_requests_running", "Sequences in the running batch.")
-        self.num_requests_waiting = self._gauge("vllm:num_requests_waiting", "Sequences that wait for room.")
-        self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of cache blocks in use, 0 .. 1.")
+        self._throughput = throughput
         self.healthy = self._gauge("forebay_worker_step_loop_healthy", "0 while the step loop has work and makes no progress.")
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed.")
-        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self.prefix_cache_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self.prefix_cache_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self.host_cache_usage = self._gauge("vllm:kv_offload_cpu_cache_usage_perc", "Share of host blocks that hold one, 0 .. 1.")
-        self.host_queries = self._counter("vllm:external_prefix_cache_queries", "Prompt tokens that the host was asked for.")
-        self.host_hits = self._counter("vllm:external_prefix_cache_hits", "Prompt tokens that came back from the host.")
-        self.copied_out = self._counter("forebay_worker_copied_out_blocks", "Cache blocks copied to the host.")
-        self.copied_in = self._counter("forebay_worker_copied_in_blocks", "Cache blocks copied back from the host.")
-        self.num_preemptions = self._counter("vllm:num_preemptions", "Preempted sequences.")
-        self.class_preemptions = self._counter("forebay_worker_class_preemptions", "Of these, in favour of a more urgent class.")
-        self.capacity_preemptions = self._counter("forebay_worker_capacity_preemptions", "Of these, so that others could grow.")
-        self.swaps = self._counter("forebay_worker_swaps", "Preemptions after which nothing is computed again; the others recompute.")
-        self.swapped_blocks = self._counter("forebay_worker_swapped_blocks", "Cache blocks kept for preempted sequences.")
-        self.swapped_tokens = self._counter("forebay_worker_swapped_tokens", "Tokens that preempted sequences needn't compute again.")
-        self.step_time_error = self._gauge("forebay_worker_step_time_error", "Mean relative error of foretold step times, 0: none.")
-        self.num_drafts = self._counter("vllm:spec_decode_num_drafts", "Verifications: a sequence's drafts in one step.")
-        self.num_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
-        self.num_accepted_tokens = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
-        self.stale_outputs = self._counter("forebay_worker_stale_outputs", "Outputs of requests that had ended already; dropped.")
         self.refused = self._counter("forebay_worker_refused_requests", "Requests refused because there was no room.")
-        self.request_success = Counter(
-            "vllm:request_success", "Ended requests, by reason.", (*LABELS, "finished_reason"), registry=registry
-        )
-        for reason in FINISHED_REASONS:
-            self.request_success.labels(*self._labels, reason)
-        self.request_prompt_tokens = self._histogram("vllm:request_prompt_tokens", "Prompt length in tokens.", lengths)
-        self.request_generation_tokens = self._histogram("vllm:request_generation_tokens", "Output length in tokens.", lengths)
-        self.request_max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens of requests.", lengths)
-        self.request_n = self._histogram("vllm:request_params_n", "n of requests.", (1, 2, 5, 10, 20))
-        self.iteration_tokens = self._histogram("vllm:iteration_tokens_total", "Tokens per engine step.", STEP_TOKENS_BUCKETS)
-        self.time_to_first_token = self._histogram("vllm:time_to_first_token_seconds", "Time to the first token.", TTFT_BUCKETS)
-        self.inter_token_latency_family = Histogram(
-            "vllm:inter_token_latency_seconds", "Time between tokens.", LABELS, registry=registry, buckets=TOKEN_SECONDS_BUCKETS
-        )
-        self.inter_token_latency = self.inter_token_latency_family.labels(*self._labels)
-        registry.register(
-            Renamed(self.inter_token_latency_family, "vllm:time_per_output_token_seconds", "Time between tokens; the older name.")
-        )
-        self.request_latency = self._histogram("vllm:e2e_request_latency_seconds", "Time from arrival to end.", LATENCY_BUCKETS)
-        self._growing = (
-            self.generation_tokens,
-            self.prefix_cache_queries,
-            self.prefix_cache_hits,
-            self.host_queries,
-            self.host_hits,
-            self.copied_out,
-            self.copied_in,
-            self.num_preemptions,
-            self.class_preemptions,
-            self.capacity_preemptions,
-            self.swaps,
-            self.swapped_blocks,
-            self.swapped_tokens,
-            self.num_drafts,
-            self.num_draft_tokens,
-            self.num_accepted_tokens,
-            self.stale_outputs,
-        )
-        self._seen = (0,) * len(self._growing)
+        self._steps = self._counter("forebay_worker_steps", "Steps of the engine.")
+        self._step_seconds = self._counter("forebay_worker_step_seconds", "Seconds that the engine was stepping.")
+        success = Counter("vllm:request_success", "Ended requests, by reason.", (*LABELS, "finished_reason"), registry=registry)
+        self._success = {reason: success.labels(*self._labels, reason) for reason in FINISHED_REASONS}
+        self._add_sizes(one_two_five(max_model_len))
+        self._add_latencies()
+        theta = "Sequences per second that lengths, cache and step times of the last minute allow."
+        self._add_known("forebay_worker_theta_max", theta, throughput.theta_max)
+        self._add_known("forebay_worker_theta_share", "What the sequences of the last minute came to of theta_max.", throughput.share)
 
-    def observe_turn(self, stats: EngineStats, *, step_tokens: Sequence[int], num_stale_outputs: int) -> None:
-        """Takes over the engine's gauges and the growth of its counters. `step_tokens`: computed in each of the turn's steps."""
-        self.num_requests_running.set(stats.num_running)
-        self.num_requests_waiting.set(stats.num_waiting)
-        self.kv_cache_usage.set(stats.num_used_blocks / stats.num_blocks)
-        self.host_cache_usage.set(stats.num_held_host_blocks / max(1, stats.num_host_blocks))
-        self.step_time_error.set(stats.step_time_error)
+    def _add_sizes(self, lengths: Sequence[float]) -> None:
+        histogram = self._histogram
+        self._prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt length in tokens.", lengths)
+        self._generation_tokens = histogram("vllm:request_generation_tokens", "Output length in tokens.", lengths)
+        self._longest_tokens = histogram("vllm:request_max_num_generation_tokens", "Length of the longest choice.", lengths)
+        self._prefill_tokens = histogram("vllm:request_prefill_kv_computed_tokens", "Prompt tokens that no cache had.", lengths)
+        self._max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens of requests.", lengths)
+        self._n = histogram("vllm:request_params_n", "n of requests.", N_BUCKETS)
+        self._preemptions = histogram("vllm:request_num_preemptions", "Preemptions of a request's choices.", PREEMPTIONS_BUCKETS)
+        self._step_tokens = histogram("vllm:iteration_tokens_total", "Tokens per engine step.", STEP_TOKENS_BUCKETS)
+
+    def _add_latencies(self) -> None:
+        histogram = self._histogram
+        self._time_to_first_token = histogram("vllm:time_to_first_token_seconds", "Time to the first token.", TTFT_BUCKETS)
+        family = Histogram(
+            "vllm:inter_token_latency_seconds", "Time between tokens.", LABELS, registry=self._registry, buckets=TOKEN_SECONDS_BUCKETS
+        )
+        self.inter_token_latency = family.labels(*self._labels)
+        older = Renamed(family, "vllm:time_per_output_token_seconds", "Time between tokens; the older name.")
+        self._registry.register(older)
+        self._time_per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per further token of a request.", TOKEN_SECONDS_BUCKETS
+        )
+        self._latency = histogram("vllm:e2e_request_latency_seconds", "Time from arrival to end.", LATENCY_BUCKETS)
+        self._queue = histogram("vllm:request_queue_time_seconds", "Arrival to the first step.", LATENCY_BUCKETS)
+        self._prefill = histogram("vllm:request_prefill_time_seconds", "First step to first token.", LATENCY_BUCKETS)
+        self._decode = histogram("vllm:request_decode_time_seconds", "First token to last.", LATENCY_BUCKETS)
+        self._inference = histogram("vllm:request_inference_time_seconds", "First step to last token.", LATENCY_BUCKETS)
+
+    def watch(self, stats: Callable[[], EngineStats], num_stale_outputs: Callable[[], int], sensors: Sensors) -> None:
+        """Shows what engine, loop and device say of themselves whenever they are asked for."""
+        for figure in (*engine_figures.figures(self._labels, stats), *device_figures.figures(sensors)):
+            self._registry.register(figure)
+        words = "Outputs of requests that had ended already; dropped."
+        self._registry.register(counter("forebay_worker_stale_outputs", words, num_stale_outputs))
+
+    def describe_cache(self, **facts: object) -> None:
+        """Facts that hold for the worker's life, by vLLM's names for them, and that there are no adapters: balancers look for both."""
+        names = sorted(facts)
+        info = Gauge("vllm:cache_config_info", "1, with the cache's settings.", (*names, "engine"), registry=self._registry)
+        info.labels(*(str(facts[name]) for name in names), "0").set(1)
+        labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        adapters = Gauge("vllm:lora_requests_info", "When adapters were last looked at.", labels, registry=self._registry)
+        adapters.labels("0", "", "").set_to_current_time()
+
+    def observe_steps(self, step_tokens: Sequence[int], seconds: float) -> None:
+        """Some steps that took so long together; each computed so many tokens."""
+        self._steps.inc(len(step_tokens))
+        self._step_seconds.inc(seconds)
+        self._throughput.record_steps(time.monotonic(), len(step_tokens), seconds)
         for num_tokens in step_tokens:
             if num_tokens:
-                self.iteration_tokens.observe(num_tokens)
-        now = (
-            stats.num_generated_tokens,
-            stats.num_prefix_query_tokens,
-            stats.num_prefix_hit_tokens,
-            stats.num_host_query_tokens,
-            stats.num_host_hit_tokens,
-            stats.num_copied_out_blocks,
-            stats.num_copied_in_blocks,
-            stats.num_preemptions,
-            stats.num_class_preemptions,
-            stats.num_capacity_preemptions,
-            stats.num_swaps,
-            stats.num_swapped_blocks,
-            stats.num_swapped_tokens,
-            stats.num_drafts,
-            stats.num_draft_tokens,
-            stats.num_accepted_tokens,
-            num_stale_outputs,
-        )
-        for counter, value, seen in zip(self._growing, now, self._seen, strict=True):
-            counter.inc(value - seen)
-        self._seen = now
+                self._step_tokens.observe(num_tokens)
 
-    def observe_end(self, reason: str, *, seconds: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """A request that ended; `reason` is one of FINISHED_REASONS."""
-        self.request_success.labels(*self._labels, reason).inc()
-        self.request_latency.observe(seconds)
-        self.request_prompt_tokens.observe(num_prompt_tokens)
-        self.request_generation_tokens.observe(num_output_tokens)
+    def observe_request(self, *, n: int, max_tokens: int) -> None:
+        """A request that was admitted."""
+        self._n.observe(n)
+        self._max_tokens.observe(max_tokens)
+
+    def observe_first_token(self, seconds: float, trace_id: str | None = None) -> None:
+        """The first token of a request, so long after its arrival."""
+        self._time_to_first_token.observe(seconds, exemplar(trace_id))
+
+    def observe_end(self, end: Ended) -> None:
+        """A request that is over."""
+        self._success[end.reason].inc()
+        self._latency.observe(end.ended_at - end.arrived_at, exemplar(end.trace_id))
+        self._prompt_tokens.observe(end.num_prompt_tokens)
+        self._generation_tokens.observe(end.num_output_tokens)
+        self._longest_tokens.observe(end.num_longest_tokens)
+        self._preemptions.observe(end.num_preemptions)
+        if end.first_token_at is None or end.last_token_at is None or end.started_at is None:
+            return
+        self._prefill_tokens.observe(end.num_prompt_tokens - end.num_cached_tokens)
+        # The engine's clock may be another than the event loop's by a hair.
+        self._queue.observe(max(0.0, end.started_at - end.arrived_at))
+        self._prefill.observe(max(0.0, end.first_token_at - end.started_at))
+        self._decode.observe(end.last_token_at - end.first_token_at)
+        self._inference.observe(max(0.0, end.last_token_at - end.started_at))
+        if end.num_longest_tokens > 1:
+            self._time_per_token.observe((end.last_token_at - end.first_token_at) / (end.num_longest_tokens - 1))
+        self._throughput.record_end(end.ended_at, n=end.n, num_prompt_tokens=end.num_prompt_tokens, num_output_tokens=end.num_output_tokens)
+
+    def _add_known(self, name: str, text: str, read: Callable[[float], float | None]) -> None:
+        """A gauge that has no series while nobody knows it."""
+
+        def rows() -> list[tuple[tuple[str, str], float]]:
+            value = read(time.monotonic())
+            return [] if value is None else [(self._labels, value)]
+
+        self._registry.register(Figure(name, text, rows, LABELS))
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, LABELS, registry=self._registry).labels(*self._labels)

@@ -1,4 +1,4 @@
-"""What the device says of itself: memory, and a CPU's temperature where it has a sensor. A GPU's temperature and power come later."""
+"""What the device says of itself: memory, and a CPU's temperature where it has a sensor. A field that a device doesn't tell is None."""
 
 import platform
 import time
@@ -19,13 +19,29 @@ class Telemetry:
     memory_used_bytes: int
     memory_total_bytes: int
     temperature_celsius: float | None = None
+    memory_temperature_celsius: float | None = None
+    power_watts: float | None = None
+    utilization_percent: float | None = None  # of the time: it computed
+    memory_busy_percent: float | None = None  # of the time: its memory was read or written
+    sm_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """Which GPU it is. `uuid` as NVIDIA's tools write it; empty where the driver doesn't tell."""
+
+    index: int
+    uuid: str
+    name: str
 
 
 class Sensors:
-    """The readings of one device ("cpu", "cuda:0"), taken at most once per `max_age_seconds`."""
+    """The readings of one device ("cpu", "cuda:0"), taken at most once per `max_age_seconds`. `device` is None for a CPU."""
 
     def __init__(self, device: str, *, max_age_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._read_now = _read_cpu if device == "cpu" else lambda: _read_cuda(device)
+        self.device = None if device == "cpu" else _gpu(device)
         self._max_age_seconds = max_age_seconds
         self._clock = clock
         self._read_at = self._clock()
@@ -44,6 +60,13 @@ def device_name(device: str) -> str:
     if device != "cpu":
         return torch.cuda.get_device_name(device)
     return f"CPU {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _gpu(device: str) -> Device:
+    index = torch.device(device).index or 0
+    properties = torch.cuda.get_device_properties(index)
+    uuid = getattr(properties, "uuid", None)
+    return Device(index, "" if uuid is None else f"GPU-{uuid}", properties.name)
 
 
 def _read_cpu() -> Telemetry:

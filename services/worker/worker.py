@@ -25,6 +25,7 @@ from services.worker.outbox import Pace
 from services.worker.server import CALLERS, WorkerService
 from services.worker.settings import WorkerSettings
 from services.worker.telemetry import Sensors, device_name
+from services.worker.throughput import Throughput
 from services.worker.wire import Served
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
@@ -61,13 +62,23 @@ class Worker:
         self._served = served
         self._settings = settings
         registry = CollectorRegistry()
-        self._metrics = Metrics(registry, model_name=served.model, max_model_len=served.max_model_len)
+        throughput = Throughput(num_blocks=served.num_blocks, block_size=served.block_size, max_sequences=settings.max_sequences)
+        self._metrics = Metrics(registry, model_name=served.model, max_model_len=served.max_model_len, throughput=throughput)
         self.loop = EngineLoop(engine, clock=clock, observe=self._observe)
         self.leases = Leases(
             self.loop, served, self._metrics, max_sequences=settings.max_sequences, preemption=settings.preemption, pace=pace
         )
         self._service = WorkerService(self.leases, served, self.incarnation, pace=pace)
         self._sensors = Sensors(settings.device)
+        self._metrics.watch(lambda: self.loop.last_turn.stats, lambda: self.loop.num_stale_outputs, self._sensors)
+        self._metrics.describe_cache(
+            block_size=served.block_size,
+            cache_dtype=engine.config.cache_format,
+            enable_prefix_caching=settings.prefix_cache,
+            kv_cache_size_tokens=served.num_blocks * served.block_size,
+            num_cpu_blocks=engine.config.host_blocks,
+            num_gpu_blocks=served.num_blocks,
+        )
         self._server = rpc.server([Callers(CALLERS)] if identity else [])
         self._internal = InternalHttp(settings.internal_address, registry, self.why_not_ready, sound=self._why_not_sound)
         self._beat = beat
@@ -177,8 +188,8 @@ class Worker:
         )
 
     def _observe(self, turn: Turn) -> None:
-        step_tokens = [step.num_tokens for step in turn.steps]
-        self._metrics.observe_turn(turn.stats, step_tokens=step_tokens, num_stale_outputs=self.loop.num_stale_outputs)
+        if turn.steps:
+            self._metrics.observe_steps([step.num_tokens for step in turn.steps], sum(step.seconds for step in turn.steps))
         if turn.stats.num_used_blocks < self._num_used_blocks:
             self.node.nudge()
         self._num_used_blocks = turn.stats.num_used_blocks

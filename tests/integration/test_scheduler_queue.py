@@ -54,6 +54,26 @@ async def test_a_full_queue_sheds_batch_at_whichever_scheduler_it_waits(redis_se
         older.cancel()
 
 
+async def test_what_waits_is_counted_once_over_all_schedulers_under_vllms_name(redis_server) -> None:
+    """KEDA's trigger sums vllm:num_requests_waiting, and requests wait here, not at workers."""
+
+    def waiting(scheduler: RunningScheduler) -> float | None:
+        labels = {"model_name": "tiny@fp32", "engine": "queue"}
+        return scheduler.scheduler.metrics.registry.get_sample_value("vllm:num_requests_waiting", labels)
+
+    async with (
+        running_scheduler(redis_server.url, "s1", no_worker_seconds=60) as s1,
+        running_scheduler(redis_server.url, "s2", no_worker_seconds=60) as s2,
+    ):
+        assert waiting(s1) is None
+        calls = [asyncio.create_task(lease_of(scheduler.place(wire_ticket()))) for scheduler in (s1, s1, s2)]
+        await until(lambda: queue_is(s1, 3))
+        assert (waiting(s1), waiting(s2)) == (2, 1)
+        async with fake_worker(s1, s2):
+            await asyncio.gather(*calls)
+            await until(lambda: (waiting(s1), waiting(s2)) == (0, 0))
+
+
 async def test_a_stream_hears_that_it_was_shed_even_if_the_event_was_lost(redis_server) -> None:
     async with running_scheduler(redis_server.url, max_queued=1, no_worker_seconds=60) as scheduler:
         batch = await _wait(scheduler, 1, latency_class=3)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from forebay.v1 import types_pb2
+from forebay.v1 import admin_pb2, types_pb2
 from services.common.errors import Code, StatusError, invalid
 from services.gateway.auth import Caller
 from services.gateway.gateway import Gateway
@@ -24,9 +25,12 @@ from services.gateway.latency import UNSPECIFIED, LatencyClass, latency_class
 from services.gateway.metrics import CLASS_NAMES
 from services.gateway.models import ServedModel
 from services.gateway.request import Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens
+from services.gateway.usage import usage
 from services.gateway.validator import validate_label
 
 MAX_DEADLINE_SECONDS = 86_400.0
+MAX_USAGE_DAYS = 90
+_DAYS = re.compile(r"[0-9]{1,3}")
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -46,10 +50,11 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_api_route("/v1/completions", face.completions, methods=["POST"], **openapi.COMPLETIONS)
     app.add_api_route("/v1/models", face.models, methods=["GET"], **openapi.MODELS)
     app.add_api_route("/v1/models/{name:path}", face.model, methods=["GET"], **openapi.MODEL)
+    app.add_api_route("/v1/usage", face.usage, methods=["GET"], **openapi.USAGE)
     app.add_api_route("/tokenize", face.tokenize, methods=["POST"], **openapi.TOKENIZE)
     app.add_api_route("/health", face.health, methods=["GET"], **openapi.HEALTH)
     app.add_api_route("/ready", face.ready, methods=["GET"], **openapi.READY)
-    app.add_middleware(edge.Edge, calls=gateway.calls)
+    app.add_middleware(edge.Edge, calls=gateway.calls, metrics=gateway.metrics)
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     return app
 
@@ -101,6 +106,15 @@ class Face:
         policy = await self._policy(await self._authenticate(request))
         return _json(_model(self._gateway.catalogue.describe(request.path_params["name"], policy)))
 
+    async def usage(self, request: Request) -> Response:
+        """GET /v1/usage: the caller's own org's use; for operators any org's, or all."""
+        who = await self._caller(request)
+        org, days = request.query_params.get("org", ""), request.query_params.get("days", "1")
+        if not _DAYS.fullmatch(days) or not 1 <= int(days) <= MAX_USAGE_DAYS:
+            raise invalid("days", f"days is {days[:32]!a}: it must be a whole number, 1 (today) to {MAX_USAGE_DAYS}")
+        used = await usage(self._gateway.mesh, who, admin_pb2.GetUsageRequest(org=org, days=int(days)))
+        return _json({"object": "list", "data": [_usage_row(row) for row in used.rows]})
+
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         caller = await self._authenticate(request)
@@ -129,12 +143,15 @@ class Face:
     # -- what the endpoints share
 
     async def _authenticate(self, request: Request) -> Caller:
+        caller = await self._caller(request)
+        caller.require("user")
+        return caller
+
+    async def _caller(self, request: Request) -> Caller:
         given = request.headers.getlist("authorization")
         if len(given) > 1:
             raise StatusError(Code.UNAUTHENTICATED, f"authorization is given {len(given)} times: send one", reason="AMBIGUOUS_TOKEN")
-        caller = await self._gateway.authenticator.authenticate(given[0] if given else None)
-        caller.require("user")
-        return caller
+        return await self._gateway.authenticator.authenticate(given[0] if given else None)
 
     async def _policy(self, caller: Caller) -> types_pb2.OrgPolicy:
         return await self._gateway.orgs.policy(caller.org)
@@ -217,6 +234,21 @@ def _model(model: ServedModel) -> dict[str, Any]:
         "version": model.version,
         "level": model.level,
         "ready": model.ready,
+    }
+
+
+def _usage_row(row: admin_pb2.UsageRow) -> dict[str, Any]:
+    return {
+        "object": "usage",
+        "org": row.org,
+        "day": row.day,
+        "model": row.model,
+        "class": CLASS_NAMES[row.latency_class],
+        "requests": row.num_requests,
+        "failed": row.num_failed,
+        "prompt_tokens": row.prompt_tokens,
+        "completion_tokens": row.completion_tokens,
+        "cached_tokens": row.cached_tokens,
     }
 
 

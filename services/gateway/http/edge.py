@@ -16,6 +16,7 @@ from services.common import log
 from services.common.errors import Code, StatusError, invalid, unavailable
 from services.gateway.gateway import OpenCalls
 from services.gateway.http import errors
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.validator import validate_label
 
 _log = log.get(__name__)
@@ -27,9 +28,10 @@ class Edge:
     What asks for work (POST) counts as an open call until its answer has ended. HEAD is GET; the server leaves the body out.
     """
 
-    def __init__(self, app: ASGIApp, calls: OpenCalls) -> None:
+    def __init__(self, app: ASGIApp, calls: OpenCalls, metrics: GatewayMetrics) -> None:
         self._app = app
         self._calls = calls
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,12 +39,14 @@ class Edge:
             return
         headers = {"x-request-id": uuid4().hex}
         scope.setdefault("state", {})["answer_headers"] = headers
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         started = False
 
         async def put(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                self._metrics.calls.labels("http", _method(inner), str(message["status"])).inc()
                 answered = MutableHeaders(scope=message)
                 for name, value in headers.items():
                     answered.setdefault(name, value)  # what an error says of itself is newer
@@ -52,7 +56,6 @@ class Edge:
             label = client_id(Headers(scope=scope))
             if label:
                 headers["x-request-id"] = label
-            inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             with self._calls.one() if scope["method"] == "POST" else nullcontext():
                 await self._app(inner, receive, put)
         except asyncio.CancelledError:  # the gateway stops and has waited long enough
@@ -71,6 +74,11 @@ def _typed(error: Exception, scope: Scope, request_id: str) -> StatusError:
         return error
     _log.exception("call_failed", path=scope["path"][:128], request_id=request_id)
     return StatusError(Code.INTERNAL, "the gateway failed on this request: try again, and report it if it fails again")
+
+
+def _method(scope: Scope) -> str:
+    """The endpoint's name, which the router has put there: of a path that it doesn't know nothing is taken over."""
+    return getattr(scope.get("endpoint"), "__name__", "other")
 
 
 def of(request: Request) -> dict[str, Any]:

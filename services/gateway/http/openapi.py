@@ -162,7 +162,7 @@ _ERROR: Schema = {
 _ANSWERS = {
     400: "The request can't be honoured; `param` names the field.",
     401: "No valid token.",
-    403: "The token lacks the role `user`.",
+    403: "The token lacks the role for this.",
     404: "No such model.",
     408: "The body took longer than 30 s.",
     413: "Larger than 8 MiB.",
@@ -186,6 +186,10 @@ def _responses(*codes: int, streams: bool = False) -> Mapping[int | str, Any]:
 
 def _header(name: str, schema: Schema) -> Schema:
     return {"name": name, "in": "header", "required": False, "schema": schema}
+
+
+def _query(name: str, schema: Schema) -> Schema:
+    return {"name": name, "in": "query", "required": False, "schema": schema}
 
 
 _ID = _header("x-request-id", {"type": "string", "maxLength": MAX_LABEL_CHARS})
@@ -251,6 +255,15 @@ MODEL = _get("Describe a model", 401, 403, 404, 503)
 MODEL["openapi_extra"] = {
     **MODEL["openapi_extra"],
     "parameters": [_ID, {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+}
+USAGE = _get("The org's use by day (UTC), model and class", 401, 403, 503)
+USAGE["openapi_extra"] = {
+    **USAGE["openapi_extra"],
+    "parameters": [
+        _ID,
+        _query("days", {"type": "integer", "minimum": 1, "maximum": 90, "description": "Days back, today among them; 1 by default."}),
+        _query("org", {"type": "string", "description": "For operators; left out: all. Users see their own org's."}),
+    ],
 }
 HEALTH = _get("The process answers", secured=False)
 READY = _get("It takes work; 503 says why not", 503, secured=False)

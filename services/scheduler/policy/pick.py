@@ -187,6 +187,12 @@ def _cost(p: Placement) -> tuple[int, float, float, float, float, str]:
     return num_waiting, preempted, load, rival_load, sum(w.used_blocks) / p.max_blocks, w.worker_id
 
 
+def counts_on(p: Placement) -> str:
+    """What the placement counts on there: free, preempts (room that lower classes hold), waits (for a slot)."""
+    num_waiting, preempted, *_ = _cost(p)
+    return "waits" if num_waiting else "preempts" if preempted else "free"
+
+
 def _lacking(wanted: int, used: int, whole: int) -> float:
     """Share of the whole that isn't free and would have to be taken from others."""
     return min(wanted, max(0, used + wanted - whole)) / whole

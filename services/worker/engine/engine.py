@@ -72,6 +72,7 @@ class EngineStats:
     num_drafts: int  # spans with a draft
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_spans_by_accepted: tuple[int, ...]  # spans with a draft by how many of it were accepted, from 0
 
     @property
     def num_preemptions(self) -> int:
@@ -226,6 +227,7 @@ class Engine:
             num_drafts=speculation.drafts,
             num_draft_tokens=speculation.draft_tokens,
             num_accepted_tokens=speculation.accepted_tokens,
+            num_spans_by_accepted=tuple(speculation.runs),
         )
 
     def check_integrity(self) -> None:

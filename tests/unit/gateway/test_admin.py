@@ -76,6 +76,28 @@ async def test_users_see_the_use_of_their_own_org_alone() -> None:
         assert [request.org for request in mesh.scheduler.acts] == ["acme", "acme", "", "other"]
 
 
+async def test_over_http_users_see_the_use_of_their_own_org_alone_too() -> None:
+    async with stack(play([])) as mesh:
+        for query in ("", "?org=acme&days=3"):
+            answer = await mesh.http.get(f"/v1/usage{query}")
+            assert answer.status_code == 200
+            assert [row["org"] for row in answer.json()["data"]] == ["acme"]
+        refused = await mesh.http.get("/v1/usage?org=other")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+        for query in ("", "?org=other"):
+            assert (await mesh.http.get(f"/v1/usage{query}", headers={"authorization": OPERATOR})).status_code == 200
+        assert [(request.org, request.days) for request in mesh.scheduler.acts] == [("acme", 1), ("acme", 3), ("", 1), ("other", 1)]
+        assert (await mesh.http.get("/v1/usage", headers={"authorization": ""})).status_code == 401
+
+
+@pytest.mark.parametrize("days", ["0", "91", "-1", "x", "1e1", "\u0663", ""])
+async def test_days_of_use_are_whole_and_bounded(days: str) -> None:
+    async with stack(play([])) as mesh:
+        answer = await mesh.http.get("/v1/usage", params={"days": days})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "days")
+        assert not mesh.scheduler.acts
+
+
 async def test_refusals_of_a_scheduler_come_back_whole() -> None:
     async with stack(play([])) as mesh:
         mesh.scheduler.refusals.append(invalid("weight", "weight is -1; it must be over 0"))

@@ -8,6 +8,7 @@ from typing import Any, cast
 import grpc
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from forebay.v1 import inference_pb2
@@ -17,6 +18,7 @@ from services.gateway import interceptor
 from services.gateway.catalogue import Catalogue
 from services.gateway.gateway import OpenCalls
 from services.gateway.http import edge
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.server import InferenceService
 from tests.fakes import WorkerCall, play
 from tests.unit.gateway.build import Stack, letters, make_token, stack
@@ -133,7 +135,7 @@ async def test_what_a_stop_cuts_short_is_told_to_come_back() -> None:
         begun.set()
         await asyncio.Event().wait()
 
-    server = HttpServer(edge.Edge(hangs, OpenCalls()), "127.0.0.1:0", drain_seconds=0)
+    server = HttpServer(edge.Edge(hangs, OpenCalls(), GatewayMetrics(CollectorRegistry())), "127.0.0.1:0", drain_seconds=0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{await server.start()}", trust_env=False) as client:
         waits = asyncio.create_task(client.post("/v1/completions", json={}))
         await begun.wait()

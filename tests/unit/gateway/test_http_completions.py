@@ -232,7 +232,7 @@ async def test_the_router_s_refusals_have_the_same_shape() -> None:
 
 async def test_head_is_get_without_its_body() -> None:
     async with stack(play([])) as mesh:
-        paths = ["/health", "/ready", "/v1/models", "/v1/models/tiny", "/v1/models/none", "/openapi.json"]
+        paths = ["/health", "/ready", "/v1/models", "/v1/models/tiny", "/v1/models/none", "/v1/usage", "/openapi.json"]
         for path in paths:
             got, head = await mesh.http.get(path), await mesh.http.head(path)
             assert head.content == b""
@@ -255,6 +255,7 @@ async def test_the_openapi_document_names_every_route() -> None:
         "/v1/completions",
         "/v1/models",
         "/v1/models/{name}",
+        "/v1/usage",
         "/tokenize",
         "/health",
         "/ready",

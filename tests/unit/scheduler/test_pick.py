@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.policy.classes import BATCH, REALTIME
 from services.policy.org import OrgPolicy
 from services.scheduler.policy.order import Fifo, Order, Ticket
-from services.scheduler.policy.pick import Placement, ServedModel, Worker, blocks_for, impossible, plan, room, share_blocks
+from services.scheduler.policy.pick import Placement, ServedModel, Worker, blocks_for, counts_on, impossible, plan, room, share_blocks
 from services.scheduler.policy.rules import Rules
 
 MODEL = ServedModel("v1", block_size=16, num_blocks=64, max_model_len=1024)
@@ -277,3 +277,14 @@ def test_no_plan_ever_takes_more_than_an_orgs_share(requests: list[tuple[int, in
         if placement.ticket.org == "x":
             blocks[placement.worker.worker_id] += placement.num_blocks
     assert max(blocks.values()) <= 64 * tenths // 10
+
+
+def test_a_placement_counts_on_free_room_or_on_what_others_hold() -> None:
+    def where(ticket: Ticket, worker: Worker) -> str:
+        (placement,) = _plan([ticket], [worker])
+        return counts_on(placement)
+
+    assert where(_ticket(), _worker(used_slots=3)) == "free"
+    full_of_batch = replace(_worker(), used_slots=(0, 0, 0, 4), used_blocks=(0, 0, 0, 60))
+    assert where(_ticket(latency_class=REALTIME), full_of_batch) == "preempts"
+    assert where(_ticket(), replace(_worker(used_slots=4), max_slots=6)) == "waits"

@@ -84,3 +84,13 @@ def test_when_a_model_was_served_last() -> None:
     registry.note_served("tiny@fp32", "v2", 4.0)
     assert registry.served_at(_ticket("v2"), 6.0) == 5.0
     assert registry.ready_by_model(2.0) == {"tiny@fp32": 0}
+
+
+def test_only_attached_workers_have_a_heartbeats_age() -> None:
+    registry, lost, alive = _registry(), object(), object()
+    registry.attach(_register("w1"), lost, now=0.0)
+    registry.attach(_register("w2"), alive, now=0.0)
+    registry.beat("w2", alive, scheduler_pb2.Heartbeat(healthy=True), now=2.0)
+    assert registry.heartbeat_ages(2.5) == {"w1": 2.5, "w2": 0.5}
+    registry.detach("w1", lost)
+    assert registry.heartbeat_ages(2.5) == {"w2": 0.5}

@@ -6,12 +6,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from forebay.v1 import types_pb2
 from services.common import rpc
 from services.common.errors import from_rpc
 from services.worker.engine.sequence import Sequence
 from services.worker.worker import SERVICE_NAME, STALL_EXIT_SECONDS, EngineFailed
 from tests.drafters import Guesser, always
 from tests.worker_harness import Clock, Harness, continuation, hear, serving, toy_token, until
+
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
 async def health(worker: Harness, service: str = "") -> int:
@@ -133,7 +136,7 @@ async def test_metrics_have_the_names_that_dashboards_ask_for() -> None:
         assert await metric("vllm:prefix_cache_hits_total", **model) >= 16
         assert await metric("vllm:external_prefix_cache_queries_total", **model) == 0
         assert await metric("vllm:external_prefix_cache_hits_total", **model) == 0
-        assert await metric("vllm:kv_offload_cpu_cache_usage_perc", **model) == 0
+        assert await metric("forebay_worker_host_cache_usage", **model) == 0
         assert await metric("vllm:num_preemptions_total", **model) == 0
         assert await metric("vllm:request_success_total", finished_reason="length", **model) == 2
         assert await metric("vllm:request_success_total", finished_reason="abort", **model) == 0
@@ -150,6 +153,40 @@ async def test_metrics_have_the_names_that_dashboards_ask_for() -> None:
         assert await metric("vllm:iteration_tokens_total_count", **model) == worker.runner.num_steps
 
 
+async def test_a_request_is_taken_apart_into_its_times_and_counts() -> None:
+    async with serving() as worker:
+        prompt = list(range(20))
+        for number in range(2):
+            await hear(worker.stub.Generate(worker.request(f"r{number}", prompt=prompt, max_tokens=6)))
+        await worker.idle()
+        metric = worker.metric
+        for name in ("queue", "prefill", "decode", "inference"):
+            assert await metric(f"vllm:request_{name}_time_seconds_count") == 2
+        whole = await metric("vllm:e2e_request_latency_seconds_sum")
+        parts = [await metric(f"vllm:request_{name}_time_seconds_sum") for name in ("queue", "prefill", "decode")]
+        assert sum(parts) <= whole
+        assert await metric("vllm:request_time_per_output_token_seconds_count") == 2
+        assert await metric("vllm:request_max_num_generation_tokens_sum") == 12
+        assert await metric("vllm:request_num_preemptions_sum") == 0
+        assert await metric("vllm:request_prefill_kv_computed_tokens_sum") == 20 + 4
+        by_source = {source: await metric("vllm:prompt_tokens_by_source_total", source=source) for source in SOURCES}
+        assert by_source == {"local_compute": 24, "local_cache_hit": 16, "external_kv_transfer": 0}
+        assert await metric("vllm:prompt_tokens_cached_by_source_total", source="device") == 16
+        assert await metric("forebay_worker_steps_total") == worker.runner.num_steps
+        assert await metric("forebay_worker_theta_max") > 0
+        assert await metric("forebay_worker_theta_share") > 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_tokens_from_before_a_move_are_not_this_workers(n: int) -> None:
+    async with serving() as worker:
+        delivered = [types_pb2.TokenIds(ids=continuation([5, 6, 7], 8, choice)[:5]) for choice in range(n)]
+        await hear(worker.stub.Generate(worker.request(prompt=[5, 6, 7], epoch=2, n=n, delivered=delivered)))
+        await worker.idle()
+        assert await worker.metric("vllm:request_generation_tokens_sum") == 3 * n
+        assert await worker.metric("vllm:request_max_num_generation_tokens_sum") == 3
+
+
 async def test_what_the_host_gives_back_is_in_usage_and_metrics() -> None:
     """Two prompts of 5 blocks in turn, on a device of 7 blocks."""
     async with serving(num_blocks=7, host_blocks=12) as worker:
@@ -163,7 +200,7 @@ async def test_what_the_host_gives_back_is_in_usage_and_metrics() -> None:
         assert hits == 2 * 16 - await worker.metric("vllm:prefix_cache_hits_total", **model) > 0
         assert await worker.metric("vllm:external_prefix_cache_queries_total", **model) == 4 * 20 - (2 * 16 - hits)
         assert await worker.metric("forebay_worker_copied_in_blocks_total", **model) == hits / 4
-        held = await worker.metric("vllm:kv_offload_cpu_cache_usage_perc", **model)
+        held = await worker.metric("forebay_worker_host_cache_usage", **model)
         assert held * 12 == await worker.metric("forebay_worker_copied_out_blocks_total", **model)
         assert 0 < held <= 1
 
@@ -200,4 +237,7 @@ async def test_drafts_show_in_deltas_usage_and_metrics_and_in_no_token() -> None
         assert without.events[-1].completed.usage.drafted_tokens == 0
         assert not any(delta.verdicts for delta in without.deltas)
         assert await worker.metric("vllm:spec_decode_num_accepted_tokens_total") == usage.accepted_tokens
+        positions = [await worker.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(i)) for i in range(3)]
+        assert sum(positions) == usage.accepted_tokens
+        assert positions == sorted(positions, reverse=True)
         assert await worker.metric("vllm:spec_decode_num_drafts_total") <= await worker.metric("vllm:spec_decode_num_draft_tokens_total")

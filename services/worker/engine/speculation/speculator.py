@@ -6,7 +6,7 @@ Greedy over the whole batch: the draft most likely to be accepted comes next, as
 import heapq
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from services.worker.engine.batch import Batch, Span
@@ -29,6 +29,7 @@ class SpeculationCounters:
     drafts: int = 0  # spans that had drafts
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    runs: list[int] = field(default_factory=list)  # spans by how many of their drafts were accepted, from 0
 
 
 class _Prospect(NamedTuple):
@@ -48,7 +49,7 @@ class Speculator:
     """
 
     def __init__(self, drafter: Drafter, max_drafts: int, step_time: StepTime | None = None) -> None:
-        self.counters = SpeculationCounters()
+        self.counters = SpeculationCounters(runs=[0] * (max_drafts + 1))
         self._drafter = drafter
         self._max_drafts = max_drafts
         self.step_time = step_time or StepTime()
@@ -146,6 +147,7 @@ class Speculator:
             self.counters.drafts += 1
             self.counters.draft_tokens += len(drafts)
             self.counters.accepted_tokens += num_accepted
+            self.counters.runs[num_accepted] += 1
         if outlook is not None:
             for depth, (guess, token_id) in enumerate(zip(drafts or (outlook.token_id,), token_ids, strict=False)):
                 if guess is not None:
