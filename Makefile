@@ -13,9 +13,10 @@ PROTOS := $(wildcard protos/forebay/v1/*.proto)
 # pytest's own arguments, for instance: make test ARGS='-k scheduler'
 ARGS ?=
 JOBS ?= 2
+COMPOSE_FILES := -f deploy/compose.yaml $(if $(OBSERVE),-f deploy/compose.observe.yaml)
 
 .PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes \
-  bench-speculation speculation-lossless config-table compose-smoke clean \
+  bench-speculation speculation-lossless config-table compose-up compose-down clean \
   bench-metrics dashboards dashboards-live test-rules
 
 help: ## This list
@@ -141,8 +142,14 @@ bench-speculation: setup ## Speculation on against off, by kind of answer, as JS
 speculation-lossless: setup ## 100,000 tokens with speculation equal those without, bit for bit
 	@FOREBAY_LOSSLESS_TOKENS=100000 $(BIN)/python -m pytest -n $(JOBS) tests/unit/worker/engine/test_speculation.py -k lossless_for_every_k $(ARGS)
 
-compose-smoke: setup ## Build and run deploy/compose.yaml once (root; Debian; installs docker.io)
-	@deploy/compose-smoke.sh
+compose-up: setup ## Build and start the containers of deploy/compose.yaml (needs Docker); OBSERVE=1: with Grafana, Prometheus and Jaeger
+	@$(BIN)/python tools/compose_files.py
+	docker compose $(COMPOSE_FILES) up --build --detach --wait
+	echo "up: http://127.0.0.1:$${FOREBAY_HTTP_PORT:-8000}/v1, gRPC 127.0.0.1:$${FOREBAY_GRPC_PORT:-50051}, a token in deploy/secrets/token"
+	echo "FOREBAY_ADDRESS=127.0.0.1:$${FOREBAY_GRPC_PORT:-50051} FOREBAY_TOKEN=\$$(cat deploy/secrets/token) $(BIN)/forebay run 'Name the capital of France.'"
+
+compose-down: ## Stop and remove the containers; their data stay (docker compose ... down --volumes removes it)
+	@docker compose $(COMPOSE_FILES) down
 
 clean: ## Remove the virtual environments and caches
 	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

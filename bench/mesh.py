@@ -16,6 +16,7 @@ import jwt
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from forebay.v1 import inference_pb2, inference_pb2_grpc
+from services.cli import client
 from services.cli.home import Home
 from services.cli.keys import AUDIENCE, ISSUER
 
@@ -34,6 +35,7 @@ class Mesh:
     """Where the two faces are, and the first model's facts."""
 
     pid: int
+    """Its supervisor's; 0: it runs elsewhere."""
     keys: Path
     """Where its development key is."""
     grpc_address: str
@@ -54,8 +56,11 @@ class Mesh:
 
 
 def find() -> Mesh:
-    """The mesh that `forebay up` keeps running from FOREBAY_HOME."""
+    """The mesh that FOREBAY_ADDRESS, FOREBAY_HTTP_URL and FOREBAY_TOKEN name, else what `forebay up` keeps running from FOREBAY_HOME."""
     home = Home.from_environment()
+    if http_url := os.environ.get("FOREBAY_HTTP_URL"):
+        target = client.find()
+        return _described(0, home, target.address, http_url, target.token)
     running = home.read()
     if running is None:
         sys.exit(f"no mesh is up from {home.path}: start one with `make up`, or pass --start")

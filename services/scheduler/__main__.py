@@ -62,7 +62,7 @@ def open_policy(settings: SchedulerSettings) -> PolicyFile:
 async def open_store(settings: SchedulerSettings) -> Store:
     """A store whose Redis answers and has a schema that we know; SettingsError if not."""
     try:
-        store = Store(settings.redis_url, timeout_seconds=settings.redis_timeout_seconds)
+        store = Store(settings.redis_url, password=_password(settings), timeout_seconds=settings.redis_timeout_seconds)
     except ValueError as error:
         raise SettingsError(f"FOREBAY_REDIS_URL is not a Redis URL ({error})") from error
     try:
@@ -76,6 +76,19 @@ async def open_store(settings: SchedulerSettings) -> Store:
         await store.close()
         raise
     return store
+
+
+def _password(settings: SchedulerSettings) -> str | None:
+    """What the password file holds, without the line's end; SettingsError where it can't be read or is empty."""
+    if settings.redis_password_file is None:
+        return None
+    try:
+        password = settings.redis_password_file.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"FOREBAY_REDIS_PASSWORD_FILE={settings.redis_password_file} can't be read ({error})") from error
+    if not password:
+        raise SettingsError(f"FOREBAY_REDIS_PASSWORD_FILE={settings.redis_password_file} is empty")
+    return password
 
 
 def main() -> int:

@@ -63,10 +63,11 @@ class Store:
     After a failure every call fails at once, without asking Redis, until a probe in the background has succeeded.
     """
 
-    def __init__(self, url: str, *, timeout_seconds: float = 0.5) -> None:
+    def __init__(self, url: str, *, password: str | None = None, timeout_seconds: float = 0.5) -> None:
+        """A password in the URL goes before `password`."""
         self._timeout_seconds = timeout_seconds
         # No retries inside the client: they would outlast the second that callers have.
-        options: dict[str, Any] = {"decode_responses": True, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
+        options: dict[str, Any] = {"password": password, "decode_responses": True, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
         # No socket timeout of its own either: before Python 3.12 it loses cancellations (wait_for). _attempt has the clock.
         options |= {"socket_connect_timeout": timeout_seconds, "socket_timeout": None}
         self._factory = ConnectionPool.from_url(url, **options)

@@ -98,3 +98,28 @@ def test_a_setting_that_makes_no_sense_is_named(name: str, value: str) -> None:
     status, line = _fail(**{name: value})
     assert status == 1
     assert line.startswith(f"forebay scheduler: FOREBAY_{name.upper()}={value}: ")
+
+
+def test_the_password_comes_from_a_file(redis_server, tmp_path) -> None:
+    redis_server.command("CONFIG SET requirepass s3cret")
+    password = tmp_path / "password"
+    password.write_text("s3cret\n")
+    environment = _environment(redis_url=redis_server.url, redis_password_file=str(password))
+    with subprocess.Popen(COMMAND, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["event"] == "listening"
+        process.terminate()
+        _, logs = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "s3cret" not in logs
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "can't be read"), ("\n", "is empty"), ("wrong\n", "no Redis answers")])
+def test_a_password_that_is_none_is_named(redis_server, tmp_path, content: str | None, words: str) -> None:
+    redis_server.command("CONFIG SET requirepass s3cret")
+    password = tmp_path / "password"
+    if content is not None:
+        password.write_text(content)
+    status, line = _fail(redis_url=redis_server.url, redis_password_file=str(password), redis_wait_seconds="0.1")
+    assert status == 1
+    assert words in line

@@ -1,0 +1,34 @@
+"""deploy/ as its readers take it: the Compose files, with what each adds to the other, and the Dockerfile's targets."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+CORE = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+OVERLAY = yaml.safe_load((DEPLOY / "compose.observe.yaml").read_text(encoding="utf-8"))
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+OBSERVERS = ("collector", "jaeger", "prometheus", "grafana")
+SERVICES: dict[str, dict[str, Any]] = CORE["services"] | {name: OVERLAY["services"][name] for name in OBSERVERS}
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?[-?]([^}]*))?\}")
+
+
+def stages() -> dict[str, str]:
+    """The Dockerfile's stages: name -> its lines."""
+    parts = re.split(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, flags=re.MULTILINE)[1:]
+    return {name: f"FROM {parent}\n{body}" for parent, name, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True)}
+
+
+def filled(value: object) -> str:
+    """A value with its variables' defaults."""
+    return _VARIABLE.sub(lambda match: match[2] or "", str(value))
+
+
+def addresses(service: str, *endings: str) -> Iterator[str]:
+    """host:port that a service's variables with one of these endings name."""
+    for name, value in SERVICES[service].get("environment", {}).items():
+        if name.endswith(endings):
+            yield from str(value).split(",")

@@ -1,0 +1,45 @@
+"""What deploy/compose.yaml mounts, made where it isn't there yet: keys and a token, passwords, and .env with the default model.
+
+Usage: python tools/compose_files.py [FOLDER], the folder of compose.yaml.
+"""
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from services.cli import keys, models
+
+_NUM_WORKERS = 2
+_PASSWORDS = ("valkey_password", "grafana_password")
+
+
+def make(folder: Path) -> None:
+    """The files in `folder`; those that are there stay as they are. Problem where the default model isn't installed."""
+    secret_folder = folder / "secrets"
+    keys.ensure(secret_folder)
+    for name in _PASSWORDS:
+        password = secret_folder / name
+        if not password.exists():
+            password.write_text(secrets.token_hex(32) + "\n")
+    # Containers read them under a user id of their own; on this machine the folder keeps others out.
+    for name in (*_PASSWORDS, "token"):
+        (secret_folder / name).chmod(0o644)
+    environment = folder / ".env"
+    if not environment.exists():
+        environment.write_text(_environment(models.default(), max(1, len(os.sched_getaffinity(0)) // _NUM_WORKERS)))
+
+
+def _environment(model: models.ModelFiles, cpus: int) -> str:
+    """Compose reads these where its own environment doesn't name others."""
+    names = {
+        "FOREBAY_MODEL_DIR": model.path.parent,
+        "FOREBAY_MODEL_FILE": model.path.name,
+        "FOREBAY_MODEL_NAME": model.name,
+        "FOREBAY_WORKER_CPUS": cpus,
+    }
+    return "".join(f"{name}={value}\n" for name, value in names.items())
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1] if len(sys.argv) > 1 else "deploy"))
