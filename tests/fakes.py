@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from forebay.v1 import admin_pb2, admin_pb2_grpc, explain_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from services.common import rpc
 from services.common.errors import StatusError, abort, unavailable
 from services.common.tls import Identity
@@ -322,6 +322,10 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
 
     async def GetUsage(self, request: Any, context: Any) -> Any:
         return await self._act(request, admin_pb2.GetUsageResponse(rows=[admin_pb2.UsageRow(org=request.org)]), context)
+
+    async def Explain(self, request: Any, context: Any) -> Any:
+        explanation = explain_pb2.Explanation(request_id=request.request_id, org=request.org)
+        return await self._act(request, admin_pb2.ExplainResponse(explanation=explanation), context)
 
     async def ListAudit(self, request: Any, context: Any) -> Any:
         return await self._act(request, admin_pb2.ListAuditResponse(), context)

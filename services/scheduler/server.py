@@ -149,7 +149,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Finish(self, request: scheduler_pb2.FinishRequest, context: FinishContext) -> scheduler_pb2.FinishResponse:
         """See scheduler.proto."""
         try:
-            ended, line = await self._scheduler.ledger.finish(request.request_id, request.epoch, read_settlement(request))
+            check_id("request_id", request.request_id)
+            record = self._scheduler.explanations.keep(request.request_id, request.explanation) if request.HasField("explanation") else None
+            ended, line = await self._scheduler.ledger.finish(request.request_id, request.epoch, read_settlement(request), record)
         except StatusError as error:
             await errors.abort(context, error)
         if ended:
