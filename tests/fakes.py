@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import grpc
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from forebay.v1 import admin_pb2, admin_pb2_grpc, explain_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from services.common import rpc
 from services.common.errors import StatusError, abort, unavailable
+from services.common.tls import Identity
 
 Item = TypeVar("Item")
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
@@ -44,6 +45,7 @@ class _Served:
     """A gRPC server on an ephemeral port of the loopback interface."""
 
     address = ""
+    identity: Identity | None = None
     _server: grpc.aio.Server
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -52,7 +54,7 @@ class _Served:
     async def start(self, address: str = "127.0.0.1:0") -> str:
         self._server = rpc.server()
         self.register(self._server)
-        self.address = f"127.0.0.1:{rpc.bind(self._server, address)}"
+        self.address = f"127.0.0.1:{rpc.bind(self._server, address, self.identity)}"
         await self._server.start()
         return self.address
 
@@ -320,6 +322,10 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
 
     async def GetUsage(self, request: Any, context: Any) -> Any:
         return await self._act(request, admin_pb2.GetUsageResponse(rows=[admin_pb2.UsageRow(org=request.org)]), context)
+
+    async def Explain(self, request: Any, context: Any) -> Any:
+        explanation = explain_pb2.Explanation(request_id=request.request_id, org=request.org)
+        return await self._act(request, admin_pb2.ExplainResponse(explanation=explanation), context)
 
     async def ListAudit(self, request: Any, context: Any) -> Any:
         return await self._act(request, admin_pb2.ListAuditResponse(), context)

@@ -22,7 +22,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """For operators alone, but for GetUsage of one's own org. Whatever `actor` a client writes is overwritten."""
+    """For operators alone, but for GetUsage and Explain of one's own org. Whatever `actor` a client writes is overwritten."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -63,6 +63,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListAudit(self, request: admin_pb2.ListAuditRequest, _: Context) -> admin_pb2.ListAuditResponse:
         """See admin.proto."""
         return await self._pass_on(request, lambda scheduler: scheduler.admin.ListAudit)
+
+    async def Explain(self, request: admin_pb2.ExplainRequest, _: Context) -> admin_pb2.ExplainResponse:
+        """See admin.proto. A user sees the own org's requests; others' are as unknown as those that never were."""
+        who = caller()
+        asked = admin_pb2.ExplainRequest(request_id=request.request_id, org=request.org if "operator" in who.roles else who.org)
+        return await self._gateway.mesh.ask(lambda scheduler: scheduler.admin.Explain(asked, timeout=_SECONDS))
 
     async def _pass_on(
         self, request: Message, method: Callable[[Scheduler], Callable[..., grpc.aio.UnaryUnaryCall[Any, Answer]]], *, once: bool = False

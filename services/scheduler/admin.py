@@ -1,4 +1,4 @@
-"""AdminService: the fleet, orgs, API keys, usage and audit. Who may ask was checked by the gateway; what was asked is written down here."""
+"""AdminService: the fleet, orgs, API keys, usage, audit, ended requests. The gateway has checked who asks; acts are written down here."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, types_pb2
+from forebay.v1 import admin_pb2, admin_pb2_grpc, explain_pb2, types_pb2
 from services.common import errors
 from services.common.errors import StatusError, invalid
 from services.scheduler import keys
@@ -120,6 +120,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             admin_pb2.AuditEntry(at=a.at, actor=a.actor, act=a.act, target=a.target, details=a.details, outcome=a.outcome) for a in acts
         ]
         return admin_pb2.ListAuditResponse(entries=entries)
+
+    async def Explain(self, request: admin_pb2.ExplainRequest, context: Context) -> admin_pb2.ExplainResponse:
+        """See admin.proto."""
+        explanation = await self._answer(None, self._explanation(request), context)
+        return admin_pb2.ExplainResponse(explanation=explanation)
+
+    async def _explanation(self, request: admin_pb2.ExplainRequest) -> explain_pb2.Explanation:
+        check_id("request_id", request.request_id)
+        return await self._scheduler.explanations.get(request.request_id, request.org)
 
     async def _acts(self, request: admin_pb2.ListAuditRequest) -> list[Act]:
         if not 0 <= request.limit <= MAX_LISTED_ACTS:

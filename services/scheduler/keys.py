@@ -20,6 +20,9 @@ quota:<org>            hash     what an org has taken from its buckets; gone whe
 live:<org>             set      request ids of an org that are queued or placed
 users:<day>            set      orgs that used anything on a day, counted from 1970; expires after 91 days, as does:
 usage:<day>:<org>      hash     counter:line -> what the org used
+explanation:<request>  string   why an ended request took so long (base64 of a protobuf); expires after an hour
+explained              list     [request id, bytes, when] (JSON) of those that are kept, newest first
+explained_bytes        string   their bytes
 orgs                   hash     org -> what operators have set over the policy file (JSON)
 api_keys               hash     SHA-256 of an API key, in hex -> whose it is (JSON)
 audit                  list     the latest acts of operators (JSON), newest first
@@ -54,6 +57,9 @@ _PARTS = {
     "live": "live:",
     "users": "users:",
     "usage": "usage:",
+    "explanation": "explanation:",
+    "explained": "explained",
+    "explained_bytes": "explained_bytes",
     "orgs": "orgs",
     "api_keys": "api_keys",
     "audit": "audit",
@@ -70,6 +76,8 @@ STARTING = PREFIX + _PARTS["starting"]
 RUNNING = PREFIX + _PARTS["running"]
 DEADLINES = PREFIX + _PARTS["deadlines"]
 SWEPT = PREFIX + _PARTS["swept"]
+EXPLAINED = PREFIX + _PARTS["explained"]
+EXPLAINED_BYTES = PREFIX + _PARTS["explained_bytes"]
 ORGS = PREFIX + _PARTS["orgs"]
 API_KEYS = PREFIX + _PARTS["api_keys"]
 AUDIT = PREFIX + _PARTS["audit"]
@@ -126,6 +134,11 @@ def users(day: int) -> str:
 def usage(day: int, org: str) -> str:
     """Key of what an org used on a day."""
     return f"{PREFIX}{_PARTS['usage']}{day}:{org}"
+
+
+def explanation(request_id: str) -> str:
+    """Key of what explains a request."""
+    return PREFIX + _PARTS["explanation"] + request_id
 
 
 def line_name(model: str, latency_class: int) -> str:

@@ -197,8 +197,8 @@ class Ledger:
         args += [ticket.num_prompt_tokens, expected_output(ticket, rules.output_estimate), org.weight]
         return Call("commit", key_names, args)
 
-    async def finish(self, request_id: str, epoch: int, used: Settlement) -> tuple[bool, str]:
-        """(whether this call ended the lease, the name of its line)."""
+    async def finish(self, request_id: str, epoch: int, used: Settlement, record: Call | None = None) -> tuple[bool, str]:
+        """(whether this call ended the lease, the name of its line). `record`: what is to be written down with it."""
         args: list[str | int] = [
             request_id,
             epoch,
@@ -208,7 +208,8 @@ class Ledger:
             int(used.failed),
             int(used.free),
         ]
-        ended, line = await self._store.run(Call("finish", [keys.ticket(request_id)], [*args, self._id]))
+        calls = [Call("finish", [keys.ticket(request_id)], [*args, self._id]), *([record] if record else [])]
+        (ended, line), *_ = await self._store.run_many(calls)
         return bool(ended), line
 
     async def withdraw(self, request_id: str, holder: str, reason: str) -> bool:

@@ -17,6 +17,7 @@ from services.policy.watched import PolicyFile
 from services.scheduler.api_keys import ApiKeys
 from services.scheduler.audit import Audit
 from services.scheduler.dispatcher import Dispatcher
+from services.scheduler.explanations import Explanations
 from services.scheduler.keeper import Keeper
 from services.scheduler.ledger import Lease, Ledger, Timing
 from services.scheduler.metrics import Metrics, State
@@ -79,6 +80,7 @@ class Scheduler:
         self.audit = Audit(store, self._instance)
         self.api_keys = ApiKeys(store, self.audit)
         self.usage = Usage(store)
+        self.explanations = Explanations(store)
         self.keeper = Keeper(
             self.ledger, self.registry, self.rules, self.waiting, self.metrics, self.orgs,
             poll_seconds=options.poll_seconds, no_worker_seconds=options.no_worker_seconds,

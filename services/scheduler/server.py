@@ -24,6 +24,8 @@ from services.scheduler.wire import check_id, org_to_proto, read_settlement
 
 LOG = log.get(__name__)
 SERVICES = ["forebay.v1.SchedulerService", "forebay.v1.AdminService"]
+CALLERS = {"/forebay.v1.SchedulerService/Attach": "worker", "/forebay.": "gateway"}
+"""The role that may call what, where certificates tell it."""
 
 PlaceContext = grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceResponse]
 FinishContext = grpc.aio.ServicerContext[scheduler_pb2.FinishRequest, scheduler_pb2.FinishResponse]
@@ -147,7 +149,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Finish(self, request: scheduler_pb2.FinishRequest, context: FinishContext) -> scheduler_pb2.FinishResponse:
         """See scheduler.proto."""
         try:
-            ended, line = await self._scheduler.ledger.finish(request.request_id, request.epoch, read_settlement(request))
+            check_id("request_id", request.request_id)
+            record = self._scheduler.explanations.keep(request.request_id, request.explanation) if request.HasField("explanation") else None
+            ended, line = await self._scheduler.ledger.finish(request.request_id, request.epoch, read_settlement(request), record)
         except StatusError as error:
             await errors.abort(context, error)
         if ended:

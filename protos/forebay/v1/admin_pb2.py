@@ -22,63 +22,68 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from forebay.v1 import explain_pb2 as forebay_dot_v1_dot_explain__pb2
 from forebay.v1 import scheduler_pb2 as forebay_dot_v1_dot_scheduler__pb2
 from forebay.v1 import types_pb2 as forebay_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66orebay/v1/admin.proto\x12\nforebay.v1\x1a\x1a\x66orebay/v1/scheduler.proto\x1a\x16\x66orebay/v1/types.proto\"\x11\n\x0fListOrgsRequest\"K\n\x10ListOrgsResponse\x12#\n\x04orgs\x18\x01 \x03(\x0b\x32\x15.forebay.v1.OrgPolicy\x12\x12\n\noverridden\x18\x02 \x03(\t\"U\n\rSetOrgRequest\x12%\n\x06policy\x18\x01 \x01(\x0b\x32\x15.forebay.v1.OrgPolicy\x12\x0e\n\x06\x66ields\x18\x02 \x03(\t\x12\r\n\x05\x61\x63tor\x18\x03 \x01(\t\"7\n\x0eSetOrgResponse\x12%\n\x06policy\x18\x01 \x01(\x0b\x32\x15.forebay.v1.OrgPolicy\"-\n\x0fResetOrgRequest\x12\x0b\n\x03org\x18\x01 \x01(\t\x12\r\n\x05\x61\x63tor\x18\x02 \x01(\t\"9\n\x10ResetOrgResponse\x12%\n\x06policy\x18\x01 \x01(\x0b\x32\x15.forebay.v1.OrgPolicy\"e\n\x10\x43reateKeyRequest\x12\x0b\n\x03org\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05roles\x18\x03 \x03(\t\x12\x18\n\x10lifetime_seconds\x18\x04 \x01(\x01\x12\r\n\x05\x61\x63tor\x18\x05 \x01(\t\"B\n\x11\x43reateKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12 \n\x04info\x18\x02 \x01(\x0b\x32\x12.forebay.v1.ApiKey\"j\n\x06\x41piKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0b\n\x03org\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05roles\x18\x04 \x03(\t\x12\x12\n\ncreated_at\x18\x05 \x01(\x01\x12\x12\n\nexpires_at\x18\x06 \x01(\x01\"\x1e\n\x0fListKeysRequest\x12\x0b\n\x03org\x18\x01 \x01(\t\"4\n\x10ListKeysResponse\x12 \n\x04keys\x18\x01 \x03(\x0b\x32\x12.forebay.v1.ApiKey\"1\n\x10RevokeKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x63tor\x18\x02 \x01(\t\"\x13\n\x11RevokeKeyResponse\",\n\x0fGetUsageRequest\x12\x0b\n\x03org\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ys\x18\x02 \x01(\x05\"6\n\x10GetUsageResponse\x12\"\n\x04rows\x18\x01 \x03(\x0b\x32\x14.forebay.v1.UsageRow\"\xd7\x01\n\x08UsageRow\x12\x0b\n\x03org\x18\x01 \x01(\t\x12\x0b\n\x03\x64\x61y\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12/\n\rlatency_class\x18\x04 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\x14\n\x0cnum_requests\x18\x05 \x01(\x03\x12\x12\n\nnum_failed\x18\x06 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\x03\x12\x15\n\rcached_tokens\x18\t \x01(\x03\"!\n\x10ListAuditRequest\x12\r\n\x05limit\x18\x01 \x01(\x05\"<\n\x11ListAuditResponse\x12\'\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x16.forebay.v1.AuditEntry\"f\n\nAuditEntry\x12\n\n\x02\x61t\x18\x01 \x01(\x01\x12\r\n\x05\x61\x63tor\x18\x02 \x01(\t\x12\x0b\n\x03\x61\x63t\x18\x03 \x01(\t\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\x12\x0f\n\x07outcome\x18\x06 \x01(\t\"\x11\n\x0fGetFleetRequest\"z\n\x10GetFleetResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.forebay.v1.WorkerState\x12&\n\x06queues\x18\x02 \x03(\x0b\x32\x16.forebay.v1.QueueDepth\x12\x14\n\x0cscheduler_id\x18\x03 \x01(\t\"\xab\x01\n\x0bWorkerState\x12*\n\x0cregistration\x18\x01 \x01(\x0b\x32\x14.forebay.v1.Register\x12(\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.forebay.v1.Heartbeat\x12\x1d\n\x15heartbeat_age_seconds\x18\x03 \x01(\x01\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x05 \x01(\t\"y\n\nQueueDepth\x12\r\n\x05model\x18\x01 \x01(\t\x12/\n\rlatency_class\x18\x02 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\x05\x12\x16\n\x0eoldest_seconds\x18\x04 \x01(\x01\x32\x90\x05\n\x0c\x41\x64minService\x12\x45\n\x08GetFleet\x12\x1b.forebay.v1.GetFleetRequest\x1a\x1c.forebay.v1.GetFleetResponse\x12\x45\n\x08ListOrgs\x12\x1b.forebay.v1.ListOrgsRequest\x1a\x1c.forebay.v1.ListOrgsResponse\x12?\n\x06SetOrg\x12\x19.forebay.v1.SetOrgRequest\x1a\x1a.forebay.v1.SetOrgResponse\x12\x45\n\x08ResetOrg\x12\x1b.forebay.v1.ResetOrgRequest\x1a\x1c.forebay.v1.ResetOrgResponse\x12H\n\tCreateKey\x12\x1c.forebay.v1.CreateKeyRequest\x1a\x1d.forebay.v1.CreateKeyResponse\x12\x45\n\x08ListKeys\x12\x1b.forebay.v1.ListKeysRequest\x1a\x1c.forebay.v1.ListKeysResponse\x12H\n\tRevokeKey\x12\x1c.forebay.v1.RevokeKeyRequest\x1a\x1d.forebay.v1.RevokeKeyResponse\x12\x45\n\x08GetUsage\x12\x1b.forebay.v1.GetUsageRequest\x1a\x1c.forebay.v1.GetUsageResponse\x12H\n\tListAudit\x12\x1c.forebay.v1.ListAuditRequest\x1a\x1d.forebay.v1.ListAuditResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66orebay/v1/admin.proto\x12\nforebay.v1\x1a\x18\x66orebay/v1/explain.proto\x1a\x1a\x66orebay/v1/scheduler.proto\x1a\x16\x66orebay/v1/types.proto\"1\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03org\x18\x02 \x01(\t\"?\n\x0f\x45xplainResponse\x12,\n\x0b\x65xplanation\x18\x01 \x01(\x0b\x32\x17.forebay.v1.Explanation\"\x11\n\x0fListOrgsRequest\"K\n\x10ListOrgsResponse\x12#\n\x04orgs\x18\x01 \x03(\x0b\x32\x15.forebay.v1.OrgPolicy\x12\x12\n\noverridden\x18\x02 \x03(\t\"U\n\rSetOrgRequest\x12%\n\x06policy\x18\x01 \x01(\x0b\x32\x15.forebay.v1.OrgPolicy\x12\x0e\n\x06\x66ields\x18\x02 \x03(\t\x12\r\n\x05\x61\x63tor\x18\x03 \x01(\t\"7\n\x0eSetOrgResponse\x12%\n\x06policy\x18\x01 \x01(\x0b\x32\x15.forebay.v1.OrgPolicy\"-\n\x0fResetOrgRequest\x12\x0b\n\x03org\x18\x01 \x01(\t\x12\r\n\x05\x61\x63tor\x18\x02 \x01(\t\"9\n\x10ResetOrgResponse\x12%\n\x06policy\x18\x01 \x01(\x0b\x32\x15.forebay.v1.OrgPolicy\"e\n\x10\x43reateKeyRequest\x12\x0b\n\x03org\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05roles\x18\x03 \x03(\t\x12\x18\n\x10lifetime_seconds\x18\x04 \x01(\x01\x12\r\n\x05\x61\x63tor\x18\x05 \x01(\t\"B\n\x11\x43reateKeyResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12 \n\x04info\x18\x02 \x01(\x0b\x32\x12.forebay.v1.ApiKey\"j\n\x06\x41piKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0b\n\x03org\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05roles\x18\x04 \x03(\t\x12\x12\n\ncreated_at\x18\x05 \x01(\x01\x12\x12\n\nexpires_at\x18\x06 \x01(\x01\"\x1e\n\x0fListKeysRequest\x12\x0b\n\x03org\x18\x01 \x01(\t\"4\n\x10ListKeysResponse\x12 \n\x04keys\x18\x01 \x03(\x0b\x32\x12.forebay.v1.ApiKey\"1\n\x10RevokeKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x63tor\x18\x02 \x01(\t\"\x13\n\x11RevokeKeyResponse\",\n\x0fGetUsageRequest\x12\x0b\n\x03org\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ys\x18\x02 \x01(\x05\"6\n\x10GetUsageResponse\x12\"\n\x04rows\x18\x01 \x03(\x0b\x32\x14.forebay.v1.UsageRow\"\xd7\x01\n\x08UsageRow\x12\x0b\n\x03org\x18\x01 \x01(\t\x12\x0b\n\x03\x64\x61y\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12/\n\rlatency_class\x18\x04 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\x14\n\x0cnum_requests\x18\x05 \x01(\x03\x12\x12\n\nnum_failed\x18\x06 \x01(\x03\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\x03\x12\x15\n\rcached_tokens\x18\t \x01(\x03\"!\n\x10ListAuditRequest\x12\r\n\x05limit\x18\x01 \x01(\x05\"<\n\x11ListAuditResponse\x12\'\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x16.forebay.v1.AuditEntry\"f\n\nAuditEntry\x12\n\n\x02\x61t\x18\x01 \x01(\x01\x12\r\n\x05\x61\x63tor\x18\x02 \x01(\t\x12\x0b\n\x03\x61\x63t\x18\x03 \x01(\t\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\x12\x0f\n\x07outcome\x18\x06 \x01(\t\"\x11\n\x0fGetFleetRequest\"z\n\x10GetFleetResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.forebay.v1.WorkerState\x12&\n\x06queues\x18\x02 \x03(\x0b\x32\x16.forebay.v1.QueueDepth\x12\x14\n\x0cscheduler_id\x18\x03 \x01(\t\"\xab\x01\n\x0bWorkerState\x12*\n\x0cregistration\x18\x01 \x01(\x0b\x32\x14.forebay.v1.Register\x12(\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.forebay.v1.Heartbeat\x12\x1d\n\x15heartbeat_age_seconds\x18\x03 \x01(\x01\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x05 \x01(\t\"y\n\nQueueDepth\x12\r\n\x05model\x18\x01 \x01(\t\x12/\n\rlatency_class\x18\x02 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\x05\x12\x16\n\x0eoldest_seconds\x18\x04 \x01(\x01\x32\xd4\x05\n\x0c\x41\x64minService\x12\x45\n\x08GetFleet\x12\x1b.forebay.v1.GetFleetRequest\x1a\x1c.forebay.v1.GetFleetResponse\x12\x45\n\x08ListOrgs\x12\x1b.forebay.v1.ListOrgsRequest\x1a\x1c.forebay.v1.ListOrgsResponse\x12?\n\x06SetOrg\x12\x19.forebay.v1.SetOrgRequest\x1a\x1a.forebay.v1.SetOrgResponse\x12\x45\n\x08ResetOrg\x12\x1b.forebay.v1.ResetOrgRequest\x1a\x1c.forebay.v1.ResetOrgResponse\x12H\n\tCreateKey\x12\x1c.forebay.v1.CreateKeyRequest\x1a\x1d.forebay.v1.CreateKeyResponse\x12\x45\n\x08ListKeys\x12\x1b.forebay.v1.ListKeysRequest\x1a\x1c.forebay.v1.ListKeysResponse\x12H\n\tRevokeKey\x12\x1c.forebay.v1.RevokeKeyRequest\x1a\x1d.forebay.v1.RevokeKeyResponse\x12\x45\n\x08GetUsage\x12\x1b.forebay.v1.GetUsageRequest\x1a\x1c.forebay.v1.GetUsageResponse\x12H\n\tListAudit\x12\x1c.forebay.v1.ListAuditRequest\x1a\x1d.forebay.v1.ListAuditResponse\x12\x42\n\x07\x45xplain\x12\x1a.forebay.v1.ExplainRequest\x1a\x1b.forebay.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forebay.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LISTORGSREQUEST']._serialized_start=90
-  _globals['_LISTORGSREQUEST']._serialized_end=107
-  _globals['_LISTORGSRESPONSE']._serialized_start=109
-  _globals['_LISTORGSRESPONSE']._serialized_end=184
-  _globals['_SETORGREQUEST']._serialized_start=186
-  _globals['_SETORGREQUEST']._serialized_end=271
-  _globals['_SETORGRESPONSE']._serialized_start=273
-  _globals['_SETORGRESPONSE']._serialized_end=328
-  _globals['_RESETORGREQUEST']._serialized_start=330
-  _globals['_RESETORGREQUEST']._serialized_end=375
-  _globals['_RESETORGRESPONSE']._serialized_start=377
-  _globals['_RESETORGRESPONSE']._serialized_end=434
-  _globals['_CREATEKEYREQUEST']._serialized_start=436
-  _globals['_CREATEKEYREQUEST']._serialized_end=537
-  _globals['_CREATEKEYRESPONSE']._serialized_start=539
-  _globals['_CREATEKEYRESPONSE']._serialized_end=605
-  _globals['_APIKEY']._serialized_start=607
-  _globals['_APIKEY']._serialized_end=713
-  _globals['_LISTKEYSREQUEST']._serialized_start=715
-  _globals['_LISTKEYSREQUEST']._serialized_end=745
-  _globals['_LISTKEYSRESPONSE']._serialized_start=747
-  _globals['_LISTKEYSRESPONSE']._serialized_end=799
-  _globals['_REVOKEKEYREQUEST']._serialized_start=801
-  _globals['_REVOKEKEYREQUEST']._serialized_end=850
-  _globals['_REVOKEKEYRESPONSE']._serialized_start=852
-  _globals['_REVOKEKEYRESPONSE']._serialized_end=871
-  _globals['_GETUSAGEREQUEST']._serialized_start=873
-  _globals['_GETUSAGEREQUEST']._serialized_end=917
-  _globals['_GETUSAGERESPONSE']._serialized_start=919
-  _globals['_GETUSAGERESPONSE']._serialized_end=973
-  _globals['_USAGEROW']._serialized_start=976
-  _globals['_USAGEROW']._serialized_end=1191
-  _globals['_LISTAUDITREQUEST']._serialized_start=1193
-  _globals['_LISTAUDITREQUEST']._serialized_end=1226
-  _globals['_LISTAUDITRESPONSE']._serialized_start=1228
-  _globals['_LISTAUDITRESPONSE']._serialized_end=1288
-  _globals['_AUDITENTRY']._serialized_start=1290
-  _globals['_AUDITENTRY']._serialized_end=1392
-  _globals['_GETFLEETREQUEST']._serialized_start=1394
-  _globals['_GETFLEETREQUEST']._serialized_end=1411
-  _globals['_GETFLEETRESPONSE']._serialized_start=1413
-  _globals['_GETFLEETRESPONSE']._serialized_end=1535
-  _globals['_WORKERSTATE']._serialized_start=1538
-  _globals['_WORKERSTATE']._serialized_end=1709
-  _globals['_QUEUEDEPTH']._serialized_start=1711
-  _globals['_QUEUEDEPTH']._serialized_end=1832
-  _globals['_ADMINSERVICE']._serialized_start=1835
-  _globals['_ADMINSERVICE']._serialized_end=2491
+  _globals['_EXPLAINREQUEST']._serialized_start=116
+  _globals['_EXPLAINREQUEST']._serialized_end=165
+  _globals['_EXPLAINRESPONSE']._serialized_start=167
+  _globals['_EXPLAINRESPONSE']._serialized_end=230
+  _globals['_LISTORGSREQUEST']._serialized_start=232
+  _globals['_LISTORGSREQUEST']._serialized_end=249
+  _globals['_LISTORGSRESPONSE']._serialized_start=251
+  _globals['_LISTORGSRESPONSE']._serialized_end=326
+  _globals['_SETORGREQUEST']._serialized_start=328
+  _globals['_SETORGREQUEST']._serialized_end=413
+  _globals['_SETORGRESPONSE']._serialized_start=415
+  _globals['_SETORGRESPONSE']._serialized_end=470
+  _globals['_RESETORGREQUEST']._serialized_start=472
+  _globals['_RESETORGREQUEST']._serialized_end=517
+  _globals['_RESETORGRESPONSE']._serialized_start=519
+  _globals['_RESETORGRESPONSE']._serialized_end=576
+  _globals['_CREATEKEYREQUEST']._serialized_start=578
+  _globals['_CREATEKEYREQUEST']._serialized_end=679
+  _globals['_CREATEKEYRESPONSE']._serialized_start=681
+  _globals['_CREATEKEYRESPONSE']._serialized_end=747
+  _globals['_APIKEY']._serialized_start=749
+  _globals['_APIKEY']._serialized_end=855
+  _globals['_LISTKEYSREQUEST']._serialized_start=857
+  _globals['_LISTKEYSREQUEST']._serialized_end=887
+  _globals['_LISTKEYSRESPONSE']._serialized_start=889
+  _globals['_LISTKEYSRESPONSE']._serialized_end=941
+  _globals['_REVOKEKEYREQUEST']._serialized_start=943
+  _globals['_REVOKEKEYREQUEST']._serialized_end=992
+  _globals['_REVOKEKEYRESPONSE']._serialized_start=994
+  _globals['_REVOKEKEYRESPONSE']._serialized_end=1013
+  _globals['_GETUSAGEREQUEST']._serialized_start=1015
+  _globals['_GETUSAGEREQUEST']._serialized_end=1059
+  _globals['_GETUSAGERESPONSE']._serialized_start=1061
+  _globals['_GETUSAGERESPONSE']._serialized_end=1115
+  _globals['_USAGEROW']._serialized_start=1118
+  _globals['_USAGEROW']._serialized_end=1333
+  _globals['_LISTAUDITREQUEST']._serialized_start=1335
+  _globals['_LISTAUDITREQUEST']._serialized_end=1368
+  _globals['_LISTAUDITRESPONSE']._serialized_start=1370
+  _globals['_LISTAUDITRESPONSE']._serialized_end=1430
+  _globals['_AUDITENTRY']._serialized_start=1432
+  _globals['_AUDITENTRY']._serialized_end=1534
+  _globals['_GETFLEETREQUEST']._serialized_start=1536
+  _globals['_GETFLEETREQUEST']._serialized_end=1553
+  _globals['_GETFLEETRESPONSE']._serialized_start=1555
+  _globals['_GETFLEETRESPONSE']._serialized_end=1677
+  _globals['_WORKERSTATE']._serialized_start=1680
+  _globals['_WORKERSTATE']._serialized_end=1851
+  _globals['_QUEUEDEPTH']._serialized_start=1853
+  _globals['_QUEUEDEPTH']._serialized_end=1974
+  _globals['_ADMINSERVICE']._serialized_start=1977
+  _globals['_ADMINSERVICE']._serialized_end=2701
 # @@protoc_insertion_point(module_scope)

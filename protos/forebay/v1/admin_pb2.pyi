@@ -4,6 +4,7 @@ isort:skip_file
 For operators: the fleet as it is. Served by the schedulers, proxied by the gateway for tokens with the operator role."""
 
 from collections import abc as _abc
+from forebay.v1 import explain_pb2 as _explain_pb2
 from forebay.v1 import scheduler_pb2 as _scheduler_pb2
 from forebay.v1 import types_pb2 as _types_pb2
 from google.protobuf import descriptor as _descriptor
@@ -19,6 +20,56 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """Which request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ORG_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Its id, 1 .. 128 characters: request_id of gRPC's Started, the header x-forebay-request-id of HTTP answers."""
+    org: _builtins.str
+    """Only if it is this org's; empty: of any org. Written by the gateway for all but operators."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        org: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["org", b"org", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    """Its course."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPLANATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def explanation(self) -> _explain_pb2.Explanation:
+        """As its gateway saw it."""
+
+    def __init__(
+        self,
+        *,
+        explanation: _explain_pb2.Explanation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
 
 @_typing.final
 class ListOrgsRequest(_message.Message):

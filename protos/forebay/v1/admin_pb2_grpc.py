@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org. Every change, and every
-    refused attempt at one, is audited.
+    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org and Explain of its requests.
+    Every change, and every refused attempt at one, is audited.
     """
 
     def __init__(self, channel):
@@ -81,11 +81,16 @@ class AdminServiceStub:
                 request_serializer=forebay_dot_v1_dot_admin__pb2.ListAuditRequest.SerializeToString,
                 response_deserializer=forebay_dot_v1_dot_admin__pb2.ListAuditResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/forebay.v1.AdminService/Explain',
+                request_serializer=forebay_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
-    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org. Every change, and every
-    refused attempt at one, is audited.
+    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org and Explain of its requests.
+    Every change, and every refused attempt at one, is audited.
     """
 
     def GetFleet(self, request, context):
@@ -151,6 +156,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Where a request's time went. NOT_FOUND: no such request has ended within the last hour, or it is another org's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -199,6 +211,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=forebay_dot_v1_dot_admin__pb2.ListAuditRequest.FromString,
                     response_serializer=forebay_dot_v1_dot_admin__pb2.ListAuditResponse.SerializeToString,
             ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=forebay_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'forebay.v1.AdminService', rpc_method_handlers)
@@ -208,8 +225,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org. Every change, and every
-    refused attempt at one, is audited.
+    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org and Explain of its requests.
+    Every change, and every refused attempt at one, is audited.
     """
 
     @staticmethod
@@ -445,6 +462,33 @@ class AdminService:
             '/forebay.v1.AdminService/ListAudit',
             forebay_dot_v1_dot_admin__pb2.ListAuditRequest.SerializeToString,
             forebay_dot_v1_dot_admin__pb2.ListAuditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.AdminService/Explain',
+            forebay_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            forebay_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org. Every change, and every
-    refused attempt at one, is audited.
+    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org and Explain of its requests.
+    Every change, and every refused attempt at one, is audited.
     """
 
     @_typing.overload
@@ -53,11 +53,13 @@ class AdminServiceStub:
     """What orgs have used, by day, model and class."""
     ListAudit: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]
     """The latest acts of operators, newest first."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
+    """Where a request's time went. NOT_FOUND: no such request has ended within the last hour, or it is another org's."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org. Every change, and every
-    refused attempt at one, is audited.
+    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org and Explain of its requests.
+    Every change, and every refused attempt at one, is audited.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -79,10 +81,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """What orgs have used, by day, model and class."""
     ListAudit: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAuditRequest, _admin_pb2.ListAuditResponse]  # type: ignore[assignment]
     """The latest acts of operators, newest first."""
+    Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Where a request's time went. NOT_FOUND: no such request has ended within the last hour, or it is another org's."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org. Every change, and every
-    refused attempt at one, is audited.
+    """The fleet and who uses it. PERMISSION_DENIED without the operator role, but for GetUsage of one's own org and Explain of its requests.
+    Every change, and every refused attempt at one, is audited.
     """
 
     @_abc_1.abstractmethod
@@ -156,5 +160,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAuditResponse, _abc.Awaitable[_admin_pb2.ListAuditResponse]]:
         """The latest acts of operators, newest first."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _admin_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
+        """Where a request's time went. NOT_FOUND: no such request has ended within the last hour, or it is another org's."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

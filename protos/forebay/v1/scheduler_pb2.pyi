@@ -4,6 +4,7 @@ isort:skip_file
 Internal: gateways ask where to run, workers say what they can take. No prompt and no text passes here."""
 
 from collections import abc as _abc
+from forebay.v1 import explain_pb2 as _explain_pb2
 from forebay.v1 import types_pb2 as _types_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -298,6 +299,7 @@ class Lease(_message.Message):
     TTFT_TARGET_SECONDS_FIELD_NUMBER: _builtins.int
     TPOT_TARGET_SECONDS_FIELD_NUMBER: _builtins.int
     QUOTA_FIELD_NUMBER: _builtins.int
+    DECISION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     epoch: _builtins.int
@@ -318,6 +320,10 @@ class Lease(_message.Message):
     def quota(self) -> _types_pb2.QuotaState:
         """Where the org's quota stands after this request was reserved."""
 
+    @_builtins.property
+    def decision(self) -> _explain_pb2.Decision:
+        """Why it goes there. Missing where the decision is not known any more."""
+
     def __init__(
         self,
         *,
@@ -330,10 +336,11 @@ class Lease(_message.Message):
         ttft_target_seconds: _builtins.float = ...,
         tpot_target_seconds: _builtins.float = ...,
         quota: _types_pb2.QuotaState | None = ...,
+        decision: _explain_pb2.Decision | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "quota", b"quota"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "incarnation", b"incarnation", "queued_seconds", b"queued_seconds", "quota", b"quota", "request_id", b"request_id", "tpot_target_seconds", b"tpot_target_seconds", "ttft_target_seconds", b"ttft_target_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decision", b"decision", "epoch", b"epoch", "incarnation", b"incarnation", "queued_seconds", b"queued_seconds", "quota", b"quota", "request_id", b"request_id", "tpot_target_seconds", b"tpot_target_seconds", "ttft_target_seconds", b"ttft_target_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -352,10 +359,11 @@ class FinishRequest(_message.Message):
     STATUS_CODE_FIELD_NUMBER: _builtins.int
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
     TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
+    EXPLANATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     epoch: _builtins.int
-    """Epoch of the lease that ends."""
+    """Epoch of the lease that ends; 0: the request ended in the queue."""
     finish_reason: _types_pb2.FinishReason.ValueType
     """Reason of the first choice; UNSPECIFIED if the request failed."""
     status_code: _builtins.int
@@ -368,6 +376,10 @@ class FinishRequest(_message.Message):
     def usage(self) -> _types_pb2.Usage:
         """What was delivered."""
 
+    @_builtins.property
+    def explanation(self) -> _explain_pb2.Explanation:
+        """The request's course, with the last call of a request; kept for an hour whether this call ends a lease or not."""
+
     def __init__(
         self,
         *,
@@ -378,10 +390,11 @@ class FinishRequest(_message.Message):
         status_code: _builtins.int = ...,
         ttft_seconds: _builtins.float = ...,
         total_seconds: _builtins.float = ...,
+        explanation: _explain_pb2.Explanation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "finish_reason", b"finish_reason", "request_id", b"request_id", "status_code", b"status_code", "total_seconds", b"total_seconds", "ttft_seconds", b"ttft_seconds", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "explanation", b"explanation", "finish_reason", b"finish_reason", "request_id", b"request_id", "status_code", b"status_code", "total_seconds", b"total_seconds", "ttft_seconds", b"ttft_seconds", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,7 +79,7 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Finish(self, request, context):
-        """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so.
+        """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so. Epoch 0: there is no lease, only something to explain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class SchedulerServiceStub:
     concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
     """
     Finish: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRequest, _scheduler_pb2.FinishResponse]
-    """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so."""
+    """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so. Epoch 0: there is no lease, only something to explain."""
     Attach: _grpc.StreamStreamMultiCallable[_scheduler_pb2.AttachRequest, _scheduler_pb2.AttachResponse]
     """A worker's whole life: Register first, then a Heartbeat each second; commands come down. Losing the stream marks it down."""
     Authenticate: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.AuthenticateRequest, _scheduler_pb2.AuthenticateResponse]
@@ -64,7 +64,7 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
     """
     Finish: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRequest, _scheduler_pb2.FinishResponse]  # type: ignore[assignment]
-    """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so."""
+    """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so. Epoch 0: there is no lease, only something to explain."""
     Attach: _aio.StreamStreamMultiCallable[_scheduler_pb2.AttachRequest, _scheduler_pb2.AttachResponse]  # type: ignore[assignment]
     """A worker's whole life: Register first, then a Heartbeat each second; commands come down. Losing the stream marks it down."""
     Authenticate: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.AuthenticateRequest, _scheduler_pb2.AuthenticateResponse]  # type: ignore[assignment]
@@ -95,7 +95,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.FinishRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.FinishResponse, _abc.Awaitable[_scheduler_pb2.FinishResponse]]:
-        """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so."""
+        """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so. Epoch 0: there is no lease, only something to explain."""
 
     @_abc_1.abstractmethod
     def Attach(

@@ -4,6 +4,7 @@ isort:skip_file
 Internal: a gateway runs a leased request on a worker. Token ids in, token ids out."""
 
 from collections import abc as _abc
+from forebay.v1 import explain_pb2 as _explain_pb2
 from forebay.v1 import types_pb2 as _types_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -179,21 +180,29 @@ class TokenDeltas(_message.Message):
 
     DELTAS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TIMELINE_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens found in the prefix cache, known from the first message on."""
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDelta]:
         """At most one entry per choice."""
 
+    @_builtins.property
+    def timeline(self) -> _explain_pb2.Timeline:
+        """What became of the request so far. Sent where more has happened since the last time than tokens: with first tokens, and with the
+        first ones behind a preemption.
+        """
+
     def __init__(
         self,
         *,
         deltas: _abc.Iterable[Global___TokenDelta] | None = ...,
         num_cached_tokens: _builtins.int = ...,
+        timeline: _explain_pb2.Timeline | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "num_cached_tokens", b"num_cached_tokens", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -284,18 +293,24 @@ class Completed(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     USAGE_FIELD_NUMBER: _builtins.int
+    TIMELINE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:
         """As the worker counted it."""
+
+    @_builtins.property
+    def timeline(self) -> _explain_pb2.Timeline:
+        """What became of the request, to its end."""
 
     def __init__(
         self,
         *,
         usage: _types_pb2.Usage | None = ...,
+        timeline: _explain_pb2.Timeline | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["timeline", b"timeline", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,13 @@ async def test_users_see_the_use_of_their_own_org_alone() -> None:
         assert [request.org for request in mesh.scheduler.acts] == ["acme", "acme", "", "other"]
 
 
+async def test_users_are_told_of_their_own_requests_alone() -> None:
+    async with stack(play([])) as mesh:
+        for token, org in ((make_token("acme", "user"), "other"), (OPERATOR, "other"), (OPERATOR, "")):
+            await call(mesh, "Explain", admin_pb2.ExplainRequest(request_id="r", org=org), token)
+        assert [request.org for request in mesh.scheduler.acts] == ["acme", "other", ""]
+
+
 async def test_over_http_users_see_the_use_of_their_own_org_alone_too() -> None:
     async with stack(play([])) as mesh:
         for query in ("", "?org=acme&days=3"):
