@@ -70,7 +70,7 @@ def _restore_afterwards(after: ExitStack, folder: Path) -> None:
 
 
 def _start(folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    places = ["--data-root", folder / "data", "--exec-root", folder / "exec", "-p", folder / "docker.pid"]
+    places: list[str | Path] = ["--data-root", folder / "data", "--exec-root", folder / "exec", "-p", folder / "docker.pid"]
     with (folder / "dockerd.log").open("wb") as log:
         # A group of its own: Ctrl-C is for us, and the engine goes after its containers.
         return subprocess.Popen(

@@ -145,7 +145,7 @@ def containment(stack: Stack) -> Figures:
 
 def worker_killed(stack: Stack, gateway: Gateway) -> Figures:
     """SIGKILL of a worker under load: the other one answers, and the restart policy brings it back."""
-    metadata = [("authorization", f"Bearer {gateway.token}")]
+    metadata = (("authorization", f"Bearer {gateway.token}"),)
     with grpc.insecure_channel(f"127.0.0.1:{stack.environment['FOREBAY_GRPC_PORT']}") as channel, Load(gateway) as load:
         fleet = admin_pb2_grpc.AdminServiceStub(channel)
 

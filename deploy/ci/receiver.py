@@ -22,7 +22,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[mis
 def main() -> None:
     """Serves until it is killed."""
     server = grpc.server(ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Receiver(), server)  # type: ignore[no-untyped-call]
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Receiver(), server)
     server.add_insecure_port("0.0.0.0:4317")
     server.start()
     server.wait_for_termination()
