@@ -16,7 +16,7 @@ JOBS ?= 2
 COMPOSE_FILES := -f deploy/compose.yaml $(if $(OBSERVE),-f deploy/compose.observe.yaml)
 
 .PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes \
-  bench-speculation speculation-lossless config-table compose-up compose-down clean \
+  bench-speculation speculation-lossless config-table compose-up compose-down compose-test clean \
   bench-metrics dashboards dashboards-live test-rules
 
 help: ## This list
@@ -150,6 +150,9 @@ compose-up: setup ## Build and start the containers of deploy/compose.yaml (need
 
 compose-down: ## Stop and remove the containers; their data stay (docker compose ... down --volumes removes it)
 	@docker compose $(COMPOSE_FILES) down
+
+compose-test: setup ## Build, run and break the containers for real, as JSON lines (root, Debian 12; some minutes)
+	@$(BIN)/python -m deploy.ci.compose_test $(ARGS)
 
 clean: ## Remove the virtual environments and caches
 	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

@@ -25,6 +25,8 @@ from services.scheduler.wire import check_id, org_to_proto, read_settlement
 LOG = log.get(__name__)
 MAX_TRACEPARENT = 55
 SERVICES = ["forebay.v1.SchedulerService", "forebay.v1.AdminService"]
+CALLERS = {"/forebay.v1.SchedulerService/Attach": "worker", "/forebay.": "gateway"}
+"""The role that may call what, where certificates tell it."""
 
 PlaceContext = grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceResponse]
 FinishContext = grpc.aio.ServicerContext[scheduler_pb2.FinishRequest, scheduler_pb2.FinishResponse]

@@ -13,6 +13,9 @@ from services.worker.leases import Lease, Leases
 from services.worker.outbox import News, Pace
 from services.worker.wire import Served, check_target
 
+CALLERS = {"/forebay.": "gateway"}
+"""The role that may call what, where certificates tell it."""
+
 LEAST_SECONDS = 0.002
 """gRPC rounds deadlines up to milliseconds: what has less left than this is late."""
 
