@@ -75,6 +75,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     def __init__(self) -> None:
         self.spans: list[Exported] = []
+        self.raw: list[bytes] = []
         self._news = threading.Condition()
         self._server = grpc.server(ThreadPoolExecutor(1))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
@@ -89,6 +90,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     def Export(self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext) -> Any:
         with self._news:
+            self.raw.append(request.SerializeToString())
             for resource in request.resource_spans:
                 service = _attributes(resource.resource.attributes)["service.name"]
                 self.spans += [_read(service, span) for scope in resource.scope_spans for span in scope.spans]
