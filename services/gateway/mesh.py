@@ -1,6 +1,7 @@
 """Channels to the schedulers and workers of the mesh, and what this gateway learned about them. Knows no request's course."""
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -35,8 +36,9 @@ class MeshLimits:
     max_attempts: int = 6  # placements of one request
     retry_capacity: float = 100.0  # re-placements that may happen at once, over all requests
     retry_ratio: float = 0.2  # and per request beyond that: attempts <= 1.2 x offered
-    finish_attempts: int = 6
-    backoff: float = 0.05  # first pause after a refusal, doubled each time, at most 1 s
+    finish_patience: float = 60.0  # an outage of Redis or of all schedulers is outlived so long by what has been used
+    max_finishing: int = 4096  # finished requests that no scheduler has heard of yet
+    backoff: float = 0.05  # first pause after a refusal, doubled each time, at most 1 s, 5 s of a finish
 
 
 def _is_its_own(error: StatusError) -> bool:
@@ -145,9 +147,9 @@ class Mesh:
             self.failed(scheduler, error.message)
         raise refusal
 
-    def backoff(self, attempt: int) -> float:
+    def backoff(self, attempt: int, most: float = 1.0) -> float:
         """Seconds to pause before another try, with jitter."""
-        return float(min(1.0, self.limits.backoff * 2**attempt) * random.uniform(0.5, 1))  # noqa: S311  # guards nothing
+        return float(min(most, self.limits.backoff * 2**attempt) * random.uniform(0.5, 1))  # noqa: S311  # guards nothing
 
     @contextmanager
     def worker(self, address: str) -> Iterator["worker_pb2_grpc.WorkerServiceAsyncStub"]:
@@ -214,23 +216,37 @@ class Mesh:
         for worker in [self._workers.pop(address) for address in gone]:
             await worker.channel.close()
 
+    @property
+    def num_finishing(self) -> int:
+        """Finished requests that no scheduler has heard of yet."""
+        return len(self._finishing)
+
     def finish(self, request: scheduler_pb2.FinishRequest) -> None:
         """Ends a lease in the background: the client doesn't wait for it."""
+        if len(self._finishing) >= self.limits.max_finishing:
+            self._give_up(request, "TOO_MANY")
+            return
         task = asyncio.create_task(self._finish(request))
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
 
     async def _finish(self, request: scheduler_pb2.FinishRequest) -> None:
-        for attempt in range(self.limits.finish_attempts):
+        until = self.clock() + self.limits.finish_patience
+        for attempt in itertools.count():
             for scheduler in self.in_turn():
                 try:
                     await scheduler.stub.Finish(request, timeout=2.0)
                     return
                 except grpc.aio.AioRpcError as error:
                     failure = error
-            await asyncio.sleep(min(2.0, self.limits.backoff * 4**attempt))
-        # The lease expires by itself and is settled from the worker's last count.
-        _log.warning("finish_failed", request_id=request.request_id, code=failure.code().name)
+            if self.clock() >= until:
+                self._give_up(request, failure.code().name)
+                return
+            await asyncio.sleep(self.backoff(attempt, most=5.0))
+
+    def _give_up(self, request: scheduler_pb2.FinishRequest, why: str) -> None:
+        """The lease expires by itself and is settled from the worker's last count."""
+        _log.warning("finish_failed", request_id=request.request_id, code=why)
 
     async def close(self, patience_seconds: float = 2.0) -> None:
         """Waits a little for leases that are just ending, then closes every channel."""

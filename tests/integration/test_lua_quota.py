@@ -259,3 +259,20 @@ async def test_a_debt_is_forgotten_when_it_is_regained(redis_server) -> None:
     async with ledger_bench(redis_server.url) as bench:
         await bench.enqueue(make_ticket("a"), org=limited(requests_per_minute=2, tokens_per_minute=64))
         assert 29_000 < await bench.raw("PTTL", keys.quota("acme")) <= 30_000
+
+
+@pytest.mark.parametrize("started", [True, False])
+async def test_a_finish_after_an_outage_charges_the_difference_once(redis_server, started: bool) -> None:
+    async with quota_bench(redis_server.url, timing=Timing(5, 5, 5, 60)) as bench:
+        await bench.ledger.sweep()
+        lease = await _place(bench, org=SLOW)
+        if started:
+            await bench.beat(make_worker(), lease, tokens=2)
+        await bench.advance(6_000)
+        assert len(await bench.ledger.sweep()) == 1
+        before = (1, 18 - 1) if started else (0, 0)
+        assert await bench.spent() == (pytest.approx(before[0] - 0.1 * started), before[1])
+        for _ in range(2):
+            await bench.ledger.finish("a", 1, Settlement(16, 9))
+        assert await bench.spent() == (pytest.approx(1 - 0.1 * started), 25 - started)
+        assert await bench.live() == set()

@@ -67,6 +67,19 @@ async def test_what_never_started_is_not_charged(bench: LedgerBench) -> None:
     assert await _served(bench, "x") == 0
 
 
+@pytest.mark.parametrize("started", [True, False])
+async def test_a_finish_after_an_outage_charges_what_was_used(bench: LedgerBench, started: bool) -> None:
+    await _queue(bench, "x", "x1", "x2")
+    lease = await _commit(bench, "x", "x1")
+    if started:
+        await bench.beat(WORKER, lease)
+    await bench.ledger.register(WORKER.worker_id, "i2")
+    assert await _served(bench, "x") == (150 if started else 0)
+    for _ in range(2):
+        await bench.finish("x1", 1, 7)
+    assert await _served(bench, "x") == 57
+
+
 async def test_newcomers_are_lifted_to_the_least_of_those_that_wait(bench: LedgerBench) -> None:
     await _queue(bench, "x", *(f"x{i}" for i in range(9)))
     await _queue(bench, "y", *(f"y{i}" for i in range(9)))

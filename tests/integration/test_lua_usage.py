@@ -80,8 +80,18 @@ async def test_a_dead_gateways_request_is_recorded_from_its_workers_last_count(b
     await bench.advance(6_000)
     for _ in range(2):
         await bench.ledger.sweep()
-    assert not (await bench.ledger.finish("a", 1, Settlement(16, 12)))[0], "too late"
     assert await _rows(bench) == [_row(requests=1, failed=1, prompt=16, completion=7)]
+
+
+async def test_a_finish_after_an_outage_settles_what_had_expired(bench: QuotaBench) -> None:
+    lease = await _place(bench)
+    await bench.beat(make_worker(), lease, tokens=7)
+    await bench.advance(6_000)
+    await bench.ledger.sweep()
+    for _ in range(3):
+        assert not (await bench.ledger.finish("a", 1, Settlement(16, 12, cached_tokens=2)))[0], "the sweep ended it"
+    assert not (await bench.ledger.finish("a", 2, Settlement(16, 99)))[0]
+    assert await _rows(bench) == [_row(requests=1, prompt=16, completion=12, cached=2)]
 
 
 async def test_a_request_that_had_expired_and_went_on_is_still_one(bench: QuotaBench) -> None:

@@ -75,7 +75,7 @@ local epoch = math.max(lost, t and tonumber(t.epoch) or 0)
 
 redis.call('HSET', KEYS[1], 'spec', ARGV[2], 'queue', queue, 'line', line, 'class', ARGV[5], 'deadline', int(deadline), 'holder', ARGV[7],
            'excluded', ARGV[8], 'asked', int(NOW), 'delivered', ARGV[10], 'order', int(order), 'enqueued', int(enqueued), 'epoch', int(epoch), 'started', 0, 'tokens', 0,
-           'prompt', int(quota.prompt), 'reserved', int(quota.tokens))
+           'prompt', int(quota.prompt), 'reserved', int(quota.tokens), 'quota', ARGV[14])
 if t and t.state == 'queued' then
   redis.call('ZADD', K.held, NOW, id)
   redis.call('ZADD', K.deadlines, int(deadline), id)

@@ -20,11 +20,11 @@ local function record(t, org, amounts)
 end
 
 -- A ticket ends for a reason. `used`: {prompt, completion, cached, failed: 1 or 0, free: whether nothing is charged}, as its gateway says it. Without: what is
--- known of it; nothing if the client has nothing. A lease taken from a worker's word alone is nobody's.
+-- known of it; nothing if the client has nothing. `t.late`: it had ended for another reason. A lease taken from a worker's word alone is nobody's.
 local function settle(t, reason, used)
   if not t.queue then return end
   local _, _, org = unpack(cjson.decode(t.queue))
-  local f = redis.call('HMGET', K.ticket .. t.id, 'prompt', 'reserved', 'delivered')
+  local f = redis.call('HMGET', K.ticket .. t.id, 'prompt', 'reserved', 'delivered', 'quota')
   if not used then
     local completion = math.max(tonumber(t.tokens or 0), tonumber(f[3] or 0))
     local free = completion == 0
@@ -33,7 +33,11 @@ local function settle(t, reason, used)
   end
   redis.call('SREM', K.live .. org, t.id)
   local tokens = math.min(used.prompt + used.completion, tonumber(f[2] or 0))
-  charge(t.id, org, read_debts(org), {requests = used.free and 0 or 1, tokens = used.free and 0 or tokens})
+  local debts = read_debts(org)
+  for kind, limit in pairs(t.late and f[4] and cjson.decode(f[4]).limits or {}) do  -- Its debt was forgiven, and the bucket's limits forgotten with it.
+    if debts[kind].rate == 0 then debts[kind].rate, debts[kind].burst = limit[1], limit[2] end
+  end
+  charge(t.id, org, debts, {requests = used.free and 0 or 1, tokens = used.free and 0 or tokens})
   record(t, org, {1, used.failed, used.prompt, used.completion, used.cached})
 end
 

@@ -9,8 +9,9 @@ from forebay.v1 import scheduler_pb2, worker_pb2
 from services.cli import authority
 from services.common.errors import StatusError
 from services.common.tls import Identity, role_name
-from services.gateway.mesh import Mesh
+from services.gateway.mesh import Mesh, MeshLimits
 from tests.fakes import FakeScheduler, FakeWorker, play
+from tests.scheduler_harness import until
 from tests.unit.common.test_pem import files_of
 from tests.unit.common.test_tls import Clock
 
@@ -86,3 +87,41 @@ async def test_calls_on_replaced_channels_hold_no_stop_up(folder: Path) -> None:
         await mesh.close()
     queued.cancel()
     await scheduler.stop()
+
+
+FINISH = scheduler_pb2.FinishRequest(request_id="a", epoch=1)
+
+
+async def test_a_finish_outlives_an_outage_of_a_minute() -> None:
+    clock, scheduler = Clock(), FakeScheduler([])
+    await scheduler.start()
+    await scheduler.stop()
+    mesh = Mesh([scheduler.address], MeshLimits(backoff=0.001), clock)
+    mesh.finish(FINISH)
+    clock.now = 59.0
+    await asyncio.sleep(0)
+    await scheduler.start(scheduler.address)
+    assert list(await scheduler.finishes.until_length(1)) == [FINISH]
+    await until(lambda: mesh.num_finishing == 0)
+    await mesh.close()
+    await scheduler.stop()
+
+
+async def test_a_finish_is_given_up_after_a_minute() -> None:
+    clock = Clock()
+    mesh = Mesh(["127.0.0.1:1"], MeshLimits(backoff=0.001), clock)
+    mesh.finish(FINISH)
+    await asyncio.sleep(0)
+    assert mesh.num_finishing == 1
+    clock.now = 61.0
+    await until(lambda: mesh.num_finishing == 0)
+    await mesh.close()
+
+
+async def test_pending_finishes_are_bounded_and_hold_no_stop_up() -> None:
+    mesh = Mesh(["127.0.0.1:1"], MeshLimits(max_finishing=3), Clock())
+    for _ in range(9):
+        mesh.finish(FINISH)
+    assert mesh.num_finishing == 3
+    async with asyncio.timeout(10):
+        await mesh.close(patience_seconds=0.01)
