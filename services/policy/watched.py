@@ -19,7 +19,7 @@ class PolicyFile:
         """Raises PolicyError or OSError where the file can't be used now."""
         self._path = path
         self._clock = clock
-        self._stamp = _stamp(path) if path else None
+        self._stamp = self._seen = _stamp(path) if path else None
         self._next_look = clock() + CHECK_SECONDS
         self._policy = load(path) if path else Policy()
         self.num_failures = 0
@@ -34,7 +34,7 @@ class PolicyFile:
         return self._policy
 
     def look(self) -> None:
-        """Reads the file again if it has changed, looking at most once a second."""
+        """Reads the file again if it has changed, looking at most once a second, and has not since the last look."""
         if self._path is not None and self._clock() >= self._next_look:
             self._next_look = self._clock() + CHECK_SECONDS
             self._read(self._path)
@@ -44,13 +44,18 @@ class PolicyFile:
             stamp = _stamp(path)
             if stamp == self._stamp:
                 return
-            self._stamp = stamp  # Taken before the file is read: one that changes meanwhile is read again.
+            if stamp != self._seen:  # It may be half written: the half may be a policy too.
+                self._seen = stamp
+                return
+            self._stamp = stamp
             policy = load(path)
+            if _stamp(path) != stamp:  # Writing has begun since.
+                return
             if policy == Policy() != self._policy:  # a file that is just being written, or on a full disk
                 raise PolicyError(1, "it promises nothing, and did before; if you mean that, restart the services", str(path))
             self._policy = policy
         except OSError as error:
-            self._stamp = None  # Or it wouldn't be seen to come back as it was.
+            self._stamp = self._seen = None  # Or it wouldn't be seen to come back as it was.
             self._fail(str(error))
         except PolicyError as error:
             self._fail(str(error))

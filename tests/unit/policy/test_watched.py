@@ -1,4 +1,4 @@
-"""A changed policy file is taken up within a second; a bad change leaves the last good one."""
+"""A changed policy file is taken up once two looks, a second apart, find it the same; a bad change leaves the last good one."""
 
 import os
 from pathlib import Path
@@ -20,6 +20,13 @@ class Clock:
         return self.now
 
 
+def look_twice(file: PolicyFile, clock: Clock) -> None:
+    """Two looks from now on."""
+    for _ in range(2):
+        clock.now += 1.0
+        file.look()
+
+
 def write(path: Path, concurrent: int | str) -> None:
     """Replaces the file, as editors and config maps do."""
     fresh = path.with_suffix(".new")
@@ -34,39 +41,51 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_change_is_seen_a_second_later(path: Path) -> None:
+def test_a_change_is_taken_up_at_the_second_look(path: Path) -> None:
     clock = Clock()
     file = PolicyFile(path, clock)
     write(path, 2)
-    assert file.policy.org("acme").max_concurrent == 1
-    clock.now = 1.0
-    assert file.policy.org("acme").max_concurrent == 2
+    for clock.now, concurrent in ((0.0, 1), (1.0, 1), (1.5, 1), (2.0, 2)):
+        assert file.policy.org("acme").max_concurrent == concurrent
+
+
+def test_a_half_written_file_that_is_a_policy_is_not_acted_on(path: Path) -> None:
+    clock = Clock()
+    file = PolicyFile(path, clock)
+    whole = "orgs:\n  acme:\n    max_concurrent: 250\n    models: [tiny]\n"
+    for clock.now, num_chars in ((1.0, whole.index("50\n")), (2.0, whole.index("    models")), (3.0, len(whole))):
+        path.write_text(whole[:num_chars])
+        assert file.policy.org("acme").max_concurrent == 1
+    clock.now = 4.0
+    assert (file.policy.org("acme").max_concurrent, file.policy.org("acme").models) == (250, ("tiny",))
+    assert file.num_failures == 0
 
 
 def test_a_bad_change_keeps_the_last_good_policy(path: Path) -> None:
     clock = Clock()
     file = PolicyFile(path, clock)
     write(path, "many")
-    for clock.now in (1.0, 2.0, 3.0):
+    for _ in range(2):
+        look_twice(file, clock)
         assert file.policy.org("acme").max_concurrent == 1
     assert file.problem.startswith(f"{path}:3: ")
     assert file.num_failures == 1
     write(path, 3)
-    clock.now = 4.0
+    look_twice(file, clock)
     assert file.policy.org("acme").max_concurrent == 3
     assert file.problem == ""
 
 
 @pytest.mark.parametrize("text", ["", "# limits\n", "orgs:\n"])
-def test_a_file_that_is_just_being_written_lifts_no_limit(path: Path, text: str) -> None:
+def test_a_file_whose_writing_has_stopped_lifts_no_limit(path: Path, text: str) -> None:
     clock = Clock()
     file = PolicyFile(path, clock)
     path.write_text(text)
-    clock.now = 1.0
+    look_twice(file, clock)
     assert file.policy.org("acme").max_concurrent == 1
     assert "promises nothing" in file.problem
     write(path, 2)
-    clock.now = 2.0
+    look_twice(file, clock)
     assert file.policy.org("acme").max_concurrent == 2
     assert file.problem == ""
 
@@ -80,7 +99,7 @@ def test_a_file_that_goes_and_comes_back_as_it_was(path: Path) -> None:
     assert file.policy.org("acme").max_concurrent == 1
     assert "No such file" in file.problem
     away.rename(path)
-    clock.now = 2.0
+    look_twice(file, clock)
     assert file.policy.org("acme").max_concurrent == 1
     assert file.problem == ""
 
