@@ -2,7 +2,7 @@
 
 from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
 from services.common.errors import Code, invalid
-from services.policy.org import OrgPolicy
+from services.policy.org import NAME, OrgPolicy
 from services.scheduler.api_keys import KeyInfo
 from services.scheduler.ledger import Settlement
 from services.scheduler.usage import UsageRow
@@ -14,6 +14,12 @@ def check_id(name: str, value: str) -> None:
     """INVALID_ARGUMENT for what can't be a name."""
     if not 0 < len(value) <= MAX_ID_LENGTH:
         raise invalid(name, f"{name} has {len(value)} characters; it must have 1 to {MAX_ID_LENGTH}")
+
+
+def check_new_org(name: str, value: str) -> None:
+    """INVALID_ARGUMENT for what no token could name as its org; what was once set for such a one can still be listed and taken back."""
+    if not NAME.fullmatch(value):
+        raise invalid(name, f"{name} is {value[:40]!r}; an org has 1 to 128 letters, digits, '.', '_' and '-'")
 
 
 def read_settlement(request: scheduler_pb2.FinishRequest) -> Settlement:
