@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from services.common import metrics
+from services.common import metrics, tracing
 from services.common.address import split
 
 _OPEN_FILES = 16 << 10
@@ -37,7 +37,10 @@ def run(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
             loop.add_signal_handler(number, stop.set)
         await serve(stop)
 
-    uvloop.run(main())
+    try:
+        uvloop.run(main())
+    finally:
+        tracing.shutdown()
 
 
 def _allow_open_files() -> None:

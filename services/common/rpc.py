@@ -8,6 +8,7 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common import traced_rpc
 from services.common.address import split
 from services.common.tls import Identity, role_name
 
@@ -48,19 +49,23 @@ def channel(address: str, identity: Identity | None = None, role: str = "") -> g
     """
     backoff = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.min_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1_000)]
     options: list[tuple[str, int | str]] = [*_CHANNEL_OPTIONS, *backoff]
+    interceptors = traced_rpc.client_interceptors()
     if identity is None:
-        return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     options.append(("grpc.ssl_target_name_override", role_name(role)))
-    return grpc.aio.secure_channel(address, identity.channel_credentials(), options=options)
+    return grpc.aio.secure_channel(address, identity.channel_credentials(), options=options, interceptors=interceptors)
 
 
-def server(interceptors: Iterable[grpc.aio.ServerInterceptor] = (), *, max_connections: int | None = None) -> grpc.aio.Server:
+def server(
+    interceptors: Iterable[grpc.aio.ServerInterceptor] = (), *, max_connections: int | None = None, edge: bool = False
+) -> grpc.aio.Server:
     """A server with the mesh's limits; add services, then `add_standard_services`, then a port.
 
-    Connections beyond `max_connections` are closed at once, which clients see as UNAVAILABLE.
+    Connections beyond `max_connections` are closed at once, which clients see as UNAVAILABLE. An `edge` is where traces begin.
     """
     bound = [] if max_connections is None else [("grpc.max_allowed_incoming_connections", max_connections)]
-    return grpc.aio.server(interceptors=list(interceptors), options=[*_SERVER_OPTIONS, *bound])
+    traced = traced_rpc.server_interceptors(edge=edge)
+    return grpc.aio.server(interceptors=[*traced, *interceptors], options=[*_SERVER_OPTIONS, *bound])
 
 
 def add_standard_services(server: grpc.aio.Server, service_names: Iterable[str], *, internal: bool = False) -> health.aio.HealthServicer:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from services.common import log, process, rpc, tls
+from services.common import log, process, rpc, tls, tracing
 from services.common.address import with_port
 from services.common.pem import PemFiles
 from services.common.process import HttpServer, InternalHttp, announce
@@ -120,6 +120,7 @@ def main() -> int:
     try:
         settings = read(GatewaySettings)
         log.setup("gateway", settings.log_level)
+        tracing.setup("gateway")
         process.run(functools.partial(serve, settings))
     except (SettingsError, OSError, ValueError) as error:  # ValueError: what a model's files are blamed for
         print(f"forebay gateway: {error}", file=sys.stderr)

@@ -104,6 +104,7 @@ class Mesh:
         self._workers: dict[str, _Worker] = {}
         self._excluded_until: dict[str, float] = {}
         self._finishing: set[asyncio.Task[None]] = set()
+        self._ending: set[Any] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
     def _connect(self, address: str) -> Scheduler:
@@ -176,6 +177,11 @@ class Mesh:
         now = self.clock()
         self._excluded_until = {worker: until for worker, until in self._excluded_until.items() if until > now}
         return sorted(self._excluded_until)
+
+    def let_end(self, call: Any) -> None:
+        """Its last message is here and its status on the way: nobody waits for that, and nobody cuts it off."""
+        self._ending.add(call)
+        call.add_done_callback(self._ending.discard)
 
     async def fleet(self, timeout: float = 2.0) -> admin_pb2.GetFleetResponse:
         """The fleet as some scheduler sees it; UNAVAILABLE where none answers. Closes channels to workers that are gone."""

@@ -5,7 +5,7 @@ import functools
 import sys
 from contextlib import suppress
 
-from services.common import log, process, rpc, tls
+from services.common import log, process, rpc, tls, tracing
 from services.common.address import with_port
 from services.common.callers import Callers
 from services.common.errors import StatusError
@@ -96,6 +96,7 @@ def main() -> int:
     try:
         settings = read(SchedulerSettings)
         log.setup("scheduler", settings.log_level)
+        tracing.setup("scheduler")
         process.run(functools.partial(serve, settings))
     except (SettingsError, SchemaError, OSError) as error:
         print(f"forebay scheduler: {error}", file=sys.stderr)

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-from services.common import log, process, tls
+from services.common import log, process, tls, tracing
 from services.common.process import announce
 from services.common.settings import SettingsError, read
 from services.worker.engine.config import ModelFileError
@@ -36,6 +36,7 @@ def main() -> int:
     try:
         settings = read(WorkerSettings)
         log.setup("worker", settings.log_level)
+        tracing.setup("worker")
         process.run(functools.partial(serve, settings))
     except (SettingsError, ModelFileError, OSError, EngineFailed) as error:
         print(f"forebay worker: {error}", file=sys.stderr)

@@ -24,6 +24,7 @@ from services.worker.node import Beat, Node
 from services.worker.outbox import Pace
 from services.worker.server import CALLERS, WorkerService
 from services.worker.settings import WorkerSettings
+from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
 from services.worker.wire import Served
@@ -82,6 +83,7 @@ class Worker:
         self._server = rpc.server([Callers(CALLERS)] if identity else [])
         self._internal = InternalHttp(settings.internal_address, registry, self.why_not_ready, sound=self._why_not_sound)
         self._beat = beat
+        self._step_spans = StepSpans()
         self._num_used_blocks = 0  # after the last turn
         self.address = ""
         self.internal_address = ""
@@ -190,6 +192,7 @@ class Worker:
     def _observe(self, turn: Turn) -> None:
         if turn.steps:
             self._metrics.observe_steps([step.num_tokens for step in turn.steps], sum(step.seconds for step in turn.steps))
+            self._step_spans.observe(turn.steps, self.leases.spans(output.request_id for output in turn.outputs))
         if turn.stats.num_used_blocks < self._num_used_blocks:
             self.node.nudge()
         self._num_used_blocks = turn.stats.num_used_blocks
