@@ -94,8 +94,8 @@ def trace(stack: Stack) -> Figures:
 
     def most() -> int:
         services: dict[str, set[str]] = defaultdict(set)
-        for text in stack.compose("logs", "--no-log-prefix", "collector").splitlines():
-            span = json.loads(text)
+        printed = stack.compose("logs", "--no-log-prefix", "collector").splitlines()
+        for span in (json.loads(text) for text in printed if text.startswith("{")):
             services[span["trace"]].add(span["service"])
         return max(map(len, services.values()), default=0)
 
