@@ -18,6 +18,7 @@ import grpc
 from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
 from services.common import log
 from services.common.errors import Code, StatusError, from_rpc, unavailable
+from services.gateway.course import Course
 from services.gateway.mesh import Mesh
 from services.gateway.placing import Deadline, Placement
 from services.gateway.request import Generation
@@ -74,7 +75,8 @@ class MeshCall:
         self._on_lease = on_lease
         self._start = mesh.clock()
         self._deadline = Deadline(generation.deadline_seconds, mesh.clock)
-        self._placement = Placement(mesh, generation, self._deadline)
+        self._course = Course(generation, mesh.clock)
+        self._placement = Placement(mesh, generation, self._deadline, self._course.queued)
         self._accepted = False  # by any worker
         self._running = False  # accepted by the present one
         self._cut = False  # whether the gateway ended a choice: then what the worker still computes is of no use
@@ -88,8 +90,11 @@ class MeshCall:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._open is not None:
             self._open.cancel()
-        for epoch in self._placement.epochs:
-            self._mesh.finish(self._finish_request(error, epoch))
+        ends = [self._finish_request(error, epoch) for epoch in self._placement.epochs or ([0] if self._is_worth_telling(error) else [])]
+        for end in ends[:1]:
+            end.explanation.CopyFrom(self._course.explanation(end))
+        for end in ends:
+            self._mesh.finish(end)
 
     @property
     def finished(self) -> bool:
@@ -122,7 +127,9 @@ class MeshCall:
         """
         refusals = 0
         for attempt in range(1, self._mesh.limits.max_attempts + 1):
+            self._course.asked()
             lease = await self._placement.lease(sum(len(choice.token_ids) for choice in self.choices))
+            self._course.leased(lease)
             self._on_lease(lease)
             try:
                 async with aclosing(self._attempt(lease)) as events:
@@ -130,6 +137,7 @@ class MeshCall:
                         yield event
                 return
             except _WorkerLost as lost:
+                self._course.done("" if self.finished else "unreachable" if lost.unreachable else "refused")
                 _log.info("worker_lost", request_id=lease.request_id, worker=lease.worker_id, epoch=lease.epoch, why=str(lost))
                 if self.finished:
                     return
@@ -157,19 +165,25 @@ class MeshCall:
                 if not self.finished:
                     raise _WorkerLost("the worker ended the stream early", unreachable=False)
             finally:
+                self._course.done()
                 self._open.cancel()
 
     def _news(self, message: worker_pb2.WorkerServiceGenerateResponse) -> Iterator[MeshEvent]:
         match message.WhichOneof("event"):
             case "accepted":
                 self._running = True
+                self._course.accepted()
                 if not self._accepted:
                     self._accepted = True
                     yield message.accepted
             case "deltas":
                 self.cached_tokens = max(self.cached_tokens, message.deltas.num_cached_tokens)
+                self._course.goes_on(message.deltas.timeline if message.deltas.HasField("timeline") else None)
                 yield from self._fresh_deltas(message.deltas.deltas)
+            case "ping" if message.ping.waiting:
+                self._course.waits()
             case "completed":
+                self._course.completed(message.completed.timeline if message.completed.HasField("timeline") else None)
                 self.cached_tokens = max(self.cached_tokens, message.completed.usage.cached_tokens)
                 self.preemptions += message.completed.usage.preemptions
 
@@ -266,6 +280,11 @@ class MeshCall:
             tpot_target_seconds=lease.tpot_target_seconds,
             waited_seconds=self._mesh.clock() - self._start,
         )
+
+    def _is_worth_telling(self, error: BaseException | None) -> bool:
+        """Whether there was a ticket though there is no lease: of a request that no queue took up there is nothing to explain."""
+        late_or_shed = isinstance(error, StatusError) and (error.code is Code.DEADLINE_EXCEEDED or error.reason == "SHED")
+        return self._course.was_queued or late_or_shed
 
     def _finish_request(self, error: BaseException | None, epoch: int) -> scheduler_pb2.FinishRequest:
         code, reason = _outcome(error, self.choices[0].finish_reason)
