@@ -15,8 +15,8 @@ ARGS ?=
 JOBS ?= 2
 COMPOSE_FILES := -f deploy/compose.yaml $(if $(OBSERVE),-f deploy/compose.observe.yaml)
 
-.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes \
-  bench-speculation speculation-lossless config-table compose-up compose-down clean \
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing \
+  bench-speculation speculation-lossless config-table compose-up compose-down compose-test clean \
   bench-metrics dashboards dashboards-live test-rules
 
 help: ## This list
@@ -136,6 +136,9 @@ bench-metrics: setup ## Seconds of a scrape after load, and series that junk mak
 bench-classes: setup ## Realtime among batch requests of three orgs: latency, throughput and fairness, as JSON lines
 	@$(BIN)/python -m bench.classes $(ARGS)
 
+bench-tracing: setup ## What tracing every request costs, as JSON lines
+	@$(BIN)/python -m bench.tracing $(ARGS)
+
 bench-speculation: setup ## Speculation on against off, by kind of answer, as JSON lines (ARGS='--rounds 3', say)
 	@$(BIN)/python -m bench.speculation $(ARGS)
 
@@ -150,6 +153,9 @@ compose-up: setup ## Build and start the containers of deploy/compose.yaml (need
 
 compose-down: ## Stop and remove the containers; their data stay (docker compose ... down --volumes removes it)
 	@docker compose $(COMPOSE_FILES) down
+
+compose-test: setup ## Build, run and break the containers for real, as JSON lines (root, Debian 12; some minutes)
+	@$(BIN)/python -m deploy.ci.compose_test $(ARGS)
 
 clean: ## Remove the virtual environments and caches
 	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

@@ -12,6 +12,7 @@ import grpc
 from forebay.v1 import admin_pb2, admin_pb2_grpc, explain_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from services.common import rpc
 from services.common.errors import StatusError, abort, unavailable
+from services.common.tls import Identity
 
 Item = TypeVar("Item")
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
@@ -44,6 +45,7 @@ class _Served:
     """A gRPC server on an ephemeral port of the loopback interface."""
 
     address = ""
+    identity: Identity | None = None
     _server: grpc.aio.Server
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -52,7 +54,7 @@ class _Served:
     async def start(self, address: str = "127.0.0.1:0") -> str:
         self._server = rpc.server()
         self.register(self._server)
-        self.address = f"127.0.0.1:{rpc.bind(self._server, address)}"
+        self.address = f"127.0.0.1:{rpc.bind(self._server, address, self.identity)}"
         await self._server.start()
         return self.address
 

@@ -42,6 +42,11 @@ class Home:
         return self.path / "keys"
 
     @property
+    def certs(self) -> Path:
+        """CA, certificates and keys of mutual TLS."""
+        return self.path / "certs"
+
+    @property
     def logs(self) -> Path:
         """One log per child of the last start."""
         return self.path / "logs"

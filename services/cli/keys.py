@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from services.cli import private_file
 from services.cli.problem import Problem
 
 ISSUER = "forebay-dev"
@@ -46,19 +46,19 @@ def ensure(directory: Path) -> Identity:
     jwk = {"kty": "OKP", "crv": "Ed25519", "alg": "EdDSA", "use": "sig", "kid": key_id, "x": _base64url(public)}
     jwks_path = directory / "jwks.json"
     # Public keys, and containers under another user id mount this file; the folder stays private.
-    _write(jwks_path, json.dumps({"keys": [jwk]}, indent=2).encode(), mode=0o644)
+    private_file.write(jwks_path, json.dumps({"keys": [jwk]}, indent=2).encode(), mode=0o644)
     token_path = directory / "token"
     kept = _still_valid(token_path, key)
     token = kept or _make_token(key, key_id)
     if kept is None:
-        _write(token_path, token.encode())
+        private_file.write(token_path, token.encode())
     return Identity(jwks_path, token, renewed=kept is None)
 
 
 def _load_or_make_key(path: Path) -> Ed25519PrivateKey:
     if not path.exists():
         key = Ed25519PrivateKey.generate()
-        _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        private_file.write(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         return key
     try:
         loaded = load_pem_private_key(path.read_bytes(), password=None)
@@ -84,15 +84,6 @@ def _still_valid(path: Path, key: Ed25519PrivateKey) -> str | None:
     except jwt.PyJWTError:
         return None
     return token if claims["exp"] - time.time() > _RENEW_SECONDS else None
-
-
-def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Writes a file whole or not at all."""
-    draft = path.with_name(path.name + ".new")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    draft.replace(path)
 
 
 def _base64url(raw: bytes) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 
 from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from services.cli import keys, valkey
+from services.cli import authority, keys, valkey
 from services.cli.client import Target
 from services.cli.home import Home, Running
 from services.cli.models import ModelFiles
@@ -40,6 +40,7 @@ class Plan:
     kv_memory: str | None = None
     log_level: str = "info"
     policy: Path | None = None
+    tls: bool = False
 
 
 class Mesh:
@@ -96,6 +97,8 @@ class Mesh:
     def _make_keys(self) -> keys.Identity:
         self._listener(Event("keys", "starting"))
         identity = keys.ensure(self._home.keys)
+        if self._plan.tls:
+            authority.ensure(self._home.certs)
         self._listener(Event("keys", "listening", {"renewed": identity.renewed}))
         return identity
 
@@ -145,6 +148,8 @@ class Mesh:
         }
         if self._plan.policy is not None and service in ("scheduler", "gateway"):
             common["FOREBAY_POLICY_FILE"] = str(self._plan.policy.resolve())
+        if self._plan.tls:
+            common |= authority.environment(self._home.certs, service)
         pinned = {"internal_address": "FOREBAY_INTERNAL_ADDRESS", **(pins or {"address": "FOREBAY_LISTEN_ADDRESS"})}
         # -P: a folder called services where the person stands must not be taken for ours.
         command = (sys.executable, "-P", "-m", f"services.{service}")

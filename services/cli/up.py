@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import signal
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from services.cli.home import Home
 from services.cli.mesh import Mesh, Plan
 from services.cli.options import choice, memory, text, whole
 from services.cli.policy import require_usable
+from services.cli.problem import Problem
 from services.common.settings import LOG_LEVELS
 
 LEVELS = ("auto", "fp32", "bf16", "int8", "int4")
@@ -58,6 +60,9 @@ def up(
     policy: Annotated[
         Path | None, typer.Option("--policy", metavar="FILE", help="Orgs, tiers, classes and models, as `forebay policy check` takes it.")
     ] = None,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Mutual TLS between the services, by certificates made for them; the gateway's ports stay plain.")
+    ] = False,
     log_level: Annotated[
         str, typer.Option(parser=choice("--log-level", LOG_LEVELS), metavar="LEVEL", help="debug, info, warning or error.")
     ] = "info",
@@ -67,9 +72,11 @@ def up(
 
     Its processes are Valkey, a scheduler, workers and a gateway.
     """
+    if os.environ.get("FOREBAY_PUBLIC_TLS_CERT_FILE"):
+        raise Problem("FOREBAY_PUBLIC_TLS_CERT_FILE is for a gateway run by itself (python -m services.gateway): unset it for `forebay up`")
     if policy is not None:
         require_usable(policy)
-    plan = Plan(tuple(models.find_all(model or [])), workers, host, grpc_port, http_port, level, kv_memory, log_level, policy)
+    plan = Plan(tuple(models.find_all(model or [])), workers, host, grpc_port, http_port, level, kv_memory, log_level, policy, tls)
     asyncio.run(_keep_up(plan, Home.from_environment(), as_json))
 
 

@@ -6,6 +6,8 @@ import sys
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
+from services.common import tracing
+
 Logger = structlog.stdlib.BoundLogger
 
 
@@ -14,6 +16,7 @@ def setup(service: str, level: str = "info", json: bool | None = None) -> None:
     as_json = not sys.stderr.isatty() if json is None else json
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
+        _add_trace,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
@@ -41,6 +44,13 @@ def setup(service: str, level: str = "info", json: bool | None = None) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     structlog.contextvars.bind_contextvars(service=service)
+
+
+def _add_trace(_: object, __: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Whose trace the line belongs to, while there is one."""
+    if span := tracing.current():
+        entry["trace_id"], entry["span_id"] = span.ids
+    return entry
 
 
 def get(name: str) -> Logger:

@@ -4,7 +4,6 @@ Figures that exist elsewhere are read when Prometheus asks, not written whenever
 """
 
 import asyncio
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
@@ -17,7 +16,6 @@ from prometheus_client.registry import Collector
 Rows = Iterable[tuple[Sequence[str], float]]
 """Label values, and what is true of them now."""
 
-_SAMPLED = re.compile(r"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f][13579bdf]")
 _OPENMETRICS = "application/openmetrics-text"
 _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _LAG_SECONDS = 1.0
@@ -56,12 +54,6 @@ def counter(name: str, documentation: str, read: Callable[[], float]) -> Figure:
 def exemplar(trace_id: str | None) -> dict[str, str] | None:
     """What an observation carries so that a dashboard leads to its trace. None, and without cost, where there is no trace."""
     return {"trace_id": trace_id} if trace_id else None
-
-
-def trace_id_of(traceparent: str) -> str | None:
-    """The trace of a W3C traceparent that is sampled: of no other there is anything to see."""
-    found = _SAMPLED.fullmatch(traceparent)
-    return found.group(1) if found else None
 
 
 def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:

@@ -5,6 +5,7 @@ import json
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 
 import uvicorn
@@ -16,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from services.common import metrics
+from services.common import metrics, tracing
 from services.common.address import split
 
 _OPEN_FILES = 16 << 10
@@ -36,7 +37,10 @@ def run(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
             loop.add_signal_handler(number, stop.set)
         await serve(stop)
 
-    uvloop.run(main())
+    try:
+        uvloop.run(main())
+    finally:
+        tracing.shutdown()
 
 
 def _allow_open_files() -> None:
@@ -116,6 +120,7 @@ class HttpServer:
         *,
         drain_seconds: int = 10,
         protocol: Callable[..., asyncio.Protocol] = H11Protocol,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """`protocol` makes what serves one connection, with the arguments of uvicorn's own."""
         host, port = split(address)
@@ -132,6 +137,7 @@ class HttpServer:
             h11_max_incomplete_event_size=64 << 10,
         )
         self._server = uvicorn.Server(config)
+        self._tls = tls
         self._address = address
         self._task: asyncio.Task[None] | None = None
 
@@ -139,6 +145,7 @@ class HttpServer:
         """Listens and returns the port. OSError names the address where it is taken."""
         listener = self._listen()
         self._server.config.load()
+        self._server.config.ssl = self._tls
         self._server.lifespan = self._server.config.lifespan_class(self._server.config)
         # _serve, not serve: uvicorn's serve() takes over the process's signal handlers.
         self._task = asyncio.create_task(self._server._serve(sockets=[listener]))

@@ -8,7 +8,9 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common import traced_rpc
 from services.common.address import split
+from services.common.tls import Identity, role_name
 
 MAX_MESSAGE_BYTES = 8 << 20
 """A 1 MiB prompt as token ids is under 4 MiB; what is larger is refused by gRPC with RESOURCE_EXHAUSTED and this number."""
@@ -40,19 +42,30 @@ _SERVER_OPTIONS = [
 ]
 
 
-def channel(address: str) -> grpc.aio.Channel:
-    """A channel to host:port that reconnects within a second of its peer's return."""
+def channel(address: str, identity: Identity | None = None, role: str = "") -> grpc.aio.Channel:
+    """A channel to host:port that reconnects within a second of its peer's return.
+
+    With an identity: mutual TLS, with a peer whose certificate is of that role.
+    """
     backoff = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.min_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1_000)]
-    return grpc.aio.insecure_channel(address, options=[*_CHANNEL_OPTIONS, *backoff])
+    options: list[tuple[str, int | str]] = [*_CHANNEL_OPTIONS, *backoff]
+    interceptors = traced_rpc.client_interceptors()
+    if identity is None:
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    options.append(("grpc.ssl_target_name_override", role_name(role)))
+    return grpc.aio.secure_channel(address, identity.channel_credentials(), options=options, interceptors=interceptors)
 
 
-def server(interceptors: Iterable[grpc.aio.ServerInterceptor] = (), *, max_connections: int | None = None) -> grpc.aio.Server:
+def server(
+    interceptors: Iterable[grpc.aio.ServerInterceptor] = (), *, max_connections: int | None = None, edge: bool = False
+) -> grpc.aio.Server:
     """A server with the mesh's limits; add services, then `add_standard_services`, then a port.
 
-    Connections beyond `max_connections` are closed at once, which clients see as UNAVAILABLE.
+    Connections beyond `max_connections` are closed at once, which clients see as UNAVAILABLE. An `edge` is where traces begin.
     """
     bound = [] if max_connections is None else [("grpc.max_allowed_incoming_connections", max_connections)]
-    return grpc.aio.server(interceptors=list(interceptors), options=[*_SERVER_OPTIONS, *bound])
+    traced = traced_rpc.server_interceptors(edge=edge)
+    return grpc.aio.server(interceptors=[*traced, *interceptors], options=[*_SERVER_OPTIONS, *bound])
 
 
 def add_standard_services(server: grpc.aio.Server, service_names: Iterable[str], *, internal: bool = False) -> health.aio.HealthServicer:
@@ -77,11 +90,11 @@ async def set_health(servicer: health.aio.HealthServicer, *, serving: bool, serv
         await servicer.set(name, status)
 
 
-def bind(server: grpc.aio.Server, address: str) -> int:
+def bind(server: grpc.aio.Server, address: str, identity: Identity | None = None) -> int:
     """Binds host:port (port 0: any) and returns the port. OSError names the address where it is taken."""
     try:
         _try_to_bind(address)
-        return server.add_insecure_port(address)
+        return server.add_insecure_port(address) if identity is None else server.add_secure_port(address, identity.server_credentials())
     except (RuntimeError, OSError) as error:
         raise OSError(f"cannot listen on {address}: choose another port or stop what uses it") from error
 

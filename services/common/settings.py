@@ -1,8 +1,9 @@
 """Settings come from FOREBAY_* environment variables, are read once in __main__, and are then plain frozen values."""
 
+from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.common import address
@@ -27,6 +28,8 @@ def listed(value: str) -> list[str]:
 HostPort = Annotated[str, AfterValidator(_host_port)]
 HostPorts = Annotated[str, AfterValidator(_host_ports)]
 """One or more, separated by commas; `listed` takes them apart."""
+PemPath = Annotated[Path | None, BeforeValidator(lambda value: value or None)]
+"""An empty variable is one that isn't set."""
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -39,6 +42,11 @@ class ServiceSettings(BaseSettings):
 
     log_level: str = Field("info", pattern=f"^({'|'.join(LOG_LEVELS)})$", description="debug, info, warning or error")
     internal_address: HostPort = Field("127.0.0.1:0", description="host:port of /metrics, /health and /ready; keep it off public networks")
+    tls_cert_file: PemPath = Field(
+        None, description="PEM certificate for mutual TLS inside the mesh, with its chain; for ROLE.forebay.internal: `forebay certs`"
+    )
+    tls_key_file: PemPath = Field(None, description="its private key")
+    tls_ca_file: PemPath = Field(None, description="PEM certificates of who signs the mesh's")
 
 
 Settings = TypeVar("Settings", bound=ServiceSettings)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from services.common import log, process, rpc
+from services.common import log, process, rpc, tls, tracing
 from services.common.address import with_port
+from services.common.pem import PemFiles
 from services.common.process import HttpServer, InternalHttp, announce
 from services.common.settings import SettingsError, read
+from services.common.tls import Identity
 from services.gateway.api_keys import ApiKeys
 from services.gateway.auth import Authenticator
 from services.gateway.catalogue import Catalogue
@@ -33,7 +35,7 @@ from services.policy.watched import PolicyFile
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """A gateway's life: listen, serve, and on `stop` take nothing new, let open streams end, close."""
-    registry = CollectorRegistry()
+    registry, public = CollectorRegistry(), public_identity(settings)
     gateway = build(settings, registry)
     # Whatever fails on the way, what is open by then is closed.
     async with AsyncExitStack() as parts:
@@ -50,9 +52,10 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             settings.http_address,
             drain_seconds=round(settings.drain_seconds),
             protocol=functools.partial(Connection, ConnectionLimits(settings.max_connections)),
+            tls=public.server_context() if public else None,
         )
         parts.push_async_callback(http_server.stop)
-        grpc_port = rpc.bind(grpc_server, settings.grpc_address)
+        grpc_port = rpc.bind(grpc_server, settings.grpc_address, public)
         http_port, internal_port = await http_server.start(), await internal.start()
         await grpc_server.start()
         announce(
@@ -77,7 +80,7 @@ def build(settings: GatewaySettings, registry: CollectorRegistry) -> Gateway:
     """The gateway's parts, from its settings."""
     models = Models.from_entries(settings.models)
     policy = PolicyFile(settings.policy_file)
-    mesh = Mesh(settings.scheduler_addresses)
+    mesh = Mesh(settings.scheduler_addresses, identity=tls.mutual(settings, "gateway"))
     return Gateway(
         authenticator=_authenticator(settings, ApiKeys(mesh)),
         catalogue=Catalogue(models, lambda: policy.policy.models),
@@ -89,6 +92,12 @@ def build(settings: GatewaySettings, registry: CollectorRegistry) -> Gateway:
         max_tokens_cap=settings.max_tokens_cap,
         policy=policy,
     )
+
+
+def public_identity(settings: GatewaySettings) -> Identity | None:
+    """What clients are shown; None: the faces are plain. SettingsError for files that can't be used."""
+    files = tls.given(settings, "public_tls_cert_file", "public_tls_key_file")
+    return Identity(PemFiles(*files)) if files else None
 
 
 def _authenticator(settings: GatewaySettings, api_keys: ApiKeys) -> Authenticator:
@@ -111,6 +120,7 @@ def main() -> int:
     try:
         settings = read(GatewaySettings)
         log.setup("gateway", settings.log_level)
+        tracing.setup("gateway")
         process.run(functools.partial(serve, settings))
     except (SettingsError, OSError, ValueError) as error:  # ValueError: what a model's files are blamed for
         print(f"forebay gateway: {error}", file=sys.stderr)

@@ -10,14 +10,16 @@ import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
 from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
-from services.common import log
+from services.common import log, tracing
 from services.common.errors import Code, StatusError, from_rpc, unavailable
+from services.common.tracing import Span
 from services.gateway.course import Course
 from services.gateway.mesh import Mesh
 from services.gateway.placing import Deadline, Placement
@@ -60,8 +62,14 @@ MeshEvent = worker_pb2.Accepted | worker_pb2.TokenDelta
 class MeshCall:
     """One generation in flight. Leaving its context ends the worker's call and the lease, however it is left."""
 
-    def __init__(self, mesh: Mesh, generation: Generation, on_lease: Callable[[scheduler_pb2.Lease], None] = lambda _: None) -> None:
-        """`on_lease` hears of each lease before anything is asked of its worker."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        generation: Generation,
+        on_lease: Callable[[scheduler_pb2.Lease], None] = lambda _: None,
+        span: Span = tracing.OFF,
+    ) -> None:
+        """`on_lease` hears of each lease before anything is asked of its worker. What this calls is traced below `span`."""
         self.choices = [ChoiceProgress() for _ in range(generation.sampling.n)]
         self.cached_tokens = 0
         self.preemptions = 0
@@ -76,7 +84,8 @@ class MeshCall:
         self._start = mesh.clock()
         self._deadline = Deadline(generation.deadline_seconds, mesh.clock)
         self._course = Course(generation, mesh.clock)
-        self._placement = Placement(mesh, generation, self._deadline, self._course.queued)
+        self._placement = Placement(mesh, generation, self._deadline, self._course.queued, span)
+        self._span = span
         self._accepted = False  # by any worker
         self._running = False  # accepted by the present one
         self._cut = False  # whether the gateway ended a choice: then what the worker still computes is of no use
@@ -92,9 +101,9 @@ class MeshCall:
             self._open.cancel()
         ends = [self._finish_request(error, epoch) for epoch in self._placement.epochs or ([0] if self._is_worth_telling(error) else [])]
         for end in ends[:1]:
-            end.explanation.CopyFrom(self._course.explanation(end))
+            end.explanation.CopyFrom(self._course.explanation(end, self._span.traceparent))
         for end in ends:
-            self._mesh.finish(end)
+            tracing.inside(self._span, partial(self._mesh.finish, end))
 
     @property
     def finished(self) -> bool:
@@ -155,18 +164,24 @@ class MeshCall:
 
     async def _attempt(self, lease: scheduler_pb2.Lease) -> AsyncGenerator[MeshEvent]:
         with self._mesh.worker(lease.address) as stub:
-            self._open = stub.Generate(self._worker_request(lease), timeout=self._deadline.seconds_left("before the first token"))
+            seconds = self._deadline.seconds_left("before the first token")
+            self._open = tracing.inside(self._span, partial(stub.Generate, self._worker_request(lease), timeout=seconds))
             try:
                 while (message := await self._next(lease)) is not None:
                     for event in self._news(message):
                         yield event
-                    if message.HasField("completed") or (self.finished and self._cut):
+                    if message.HasField("completed"):
+                        self._mesh.let_end(self._open)
+                        self._open = None
+                        break
+                    if self.finished and self._cut:
                         break
                 if not self.finished:
                     raise _WorkerLost("the worker ended the stream early", unreachable=False)
             finally:
                 self._course.done()
-                self._open.cancel()
+                if self._open is not None:
+                    self._open.cancel()
 
     def _news(self, message: worker_pb2.WorkerServiceGenerateResponse) -> Iterator[MeshEvent]:
         match message.WhichOneof("event"):

@@ -89,7 +89,7 @@ class Course:
         attempt.done_at = attempt.done_at or self._clock()
         attempt.lost = attempt.lost or lost
 
-    def explanation(self, finish: scheduler_pb2.FinishRequest) -> explain_pb2.Explanation:
+    def explanation(self, finish: scheduler_pb2.FinishRequest, traceparent: str = "") -> explain_pb2.Explanation:
         """All of it, now that the request has ended like this."""
         now, generation = self._clock(), self._generation
         total = self._admit_seconds + now - self._started_at
@@ -109,6 +109,7 @@ class Course:
             usage=finish.usage,
             admit_seconds=self._admit_seconds,
             attempts=self._told(now),
+            traceparent=traceparent,
         )
 
     def _told(self, now: float) -> Iterator[explain_pb2.Attempt]:

@@ -14,6 +14,7 @@ from services.gateway.client import MeshCall
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics, Observation
 from services.gateway.request import Generation
+from services.gateway.spans import end_generation, generation_span
 from services.gateway.text.reply import CallPart, Reply
 from services.gateway.text.stream import Piece, TextStream
 
@@ -38,7 +39,8 @@ class Generations:
 
         Whatever goes wrong comes out as a StatusError: what is not the client's or the mesh's doing is our bug, logged and INTERNAL.
         """
-        observation = Observation(self._metrics, self._face, generation)
+        span = generation_span(generation)
+        observation = Observation(self._metrics, self._face, generation, span.trace_id)
         status, failure = Code.CANCELLED, None
         self._metrics.running.labels(self._face).inc()
 
@@ -46,7 +48,7 @@ class Generations:
             observation.leased(lease)
             on_lease(lease)
 
-        call = MeshCall(self._mesh, generation, leased)
+        call = MeshCall(self._mesh, generation, leased, span)
         try:
             async with call, aclosing(_Run(generation, call).events()) as events:
                 async for event in events:
@@ -68,6 +70,7 @@ class Generations:
         finally:
             self._metrics.running.labels(self._face).dec()
             observation.ended(call, failure, status)
+            end_generation(span, call, status)
 
 
 class _Run:

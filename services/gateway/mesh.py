@@ -13,11 +13,14 @@ import grpc
 from forebay.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, worker_pb2_grpc
 from services.common import log, rpc
 from services.common.errors import Code, StatusError, from_rpc, unavailable
+from services.common.tls import Identity
 
 _log = log.get(__name__)
 
 Answer = TypeVar("Answer")
 _STORE_AWAY = "STORE_UNAVAILABLE"
+_LAST_CALLS_SECONDS = 3600.0
+"""How long calls may go on over a channel that has been replaced."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +85,30 @@ class Scheduler:
 class Mesh:
     """Channels to schedulers and workers, and what this gateway learned about them. One per process."""
 
-    def __init__(self, schedulers: Sequence[str], limits: MeshLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        schedulers: Sequence[str],
+        limits: MeshLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        identity: Identity | None = None,
+    ) -> None:
         if not schedulers:
             raise ValueError("no scheduler address given: set FOREBAY_SCHEDULERS to host:port[,host:port...]")
         self.limits = limits or MeshLimits()
         self.clock = clock
         self.budget = RetryBudget(self.limits.retry_capacity, self.limits.retry_ratio)
+        self._identity = identity
+        self._version = identity.version if identity else 0  # of the identity, that the channels go by
         self._schedulers = [self._connect(address) for address in schedulers]
         self._turn = random.randrange(len(schedulers))  # noqa: S311  # spreads gateways, guards nothing
         self._workers: dict[str, _Worker] = {}
         self._excluded_until: dict[str, float] = {}
         self._finishing: set[asyncio.Task[None]] = set()
+        self._ending: set[Any] = set()
+        self._closing: set[asyncio.Task[None]] = set()
 
-    @staticmethod
-    def _connect(address: str) -> Scheduler:
-        channel = rpc.channel(address)
+    def _connect(self, address: str) -> Scheduler:
+        channel = rpc.channel(address, self._identity, "scheduler")
         stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
         return Scheduler(address, channel, stub, admin)
@@ -142,7 +154,7 @@ class Mesh:
         """A worker's stub, its channel kept while in use and as long as the fleet lists it."""
         worker = self._workers.get(address)
         if worker is None:
-            channel = rpc.channel(address)
+            channel = rpc.channel(address, self._identity, "worker")
             stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
             worker = self._workers[address] = _Worker(channel, stub)
         worker.num_calls += 1
@@ -166,11 +178,35 @@ class Mesh:
         self._excluded_until = {worker: until for worker, until in self._excluded_until.items() if until > now}
         return sorted(self._excluded_until)
 
+    def let_end(self, call: Any) -> None:
+        """Its last message is here and its status on the way: nobody waits for that, and nobody cuts it off."""
+        self._ending.add(call)
+        call.add_done_callback(self._ending.discard)
+
     async def fleet(self, timeout: float = 2.0) -> admin_pb2.GetFleetResponse:
         """The fleet as some scheduler sees it; UNAVAILABLE where none answers. Closes channels to workers that are gone."""
+        self._renew_channels()
         fleet = await self.ask(lambda scheduler: scheduler.admin.GetFleet(admin_pb2.GetFleetRequest(), timeout=timeout))
         await self._forget_workers({worker.registration.address for worker in fleet.workers})
         return fleet
+
+    def _renew_channels(self) -> None:
+        """A channel goes on with the certificate that it was made with: new ones when that has changed. Calls end on the old ones."""
+        if self._identity is None:
+            return
+        self._identity.look()
+        if self._identity.version == self._version:
+            return
+        self._version = self._identity.version
+        old = [worker.channel for worker in self._workers.values()] + [scheduler.channel for scheduler in self._schedulers]
+        self._workers.clear()
+        for scheduler in self._schedulers:  # in place: calls that ask one after the other hold on to it
+            fresh = self._connect(scheduler.address)
+            scheduler.channel, scheduler.stub, scheduler.admin = fresh.channel, fresh.stub, fresh.admin
+        for channel in old:
+            task = asyncio.create_task(channel.close(_LAST_CALLS_SECONDS))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     async def _forget_workers(self, known: set[str]) -> None:
         gone = [address for address, worker in self._workers.items() if address not in known and worker.num_calls == 0]
@@ -202,6 +238,8 @@ class Mesh:
             _, pending = await asyncio.wait(self._finishing, timeout=patience_seconds)
             for task in pending:
                 task.cancel()
+        for task in self._closing:
+            task.cancel()
         for worker in self._workers.values():
             await worker.channel.close()
         for scheduler in self._schedulers:

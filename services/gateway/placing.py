@@ -5,11 +5,15 @@ Knows no worker's stream and no token.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import grpc
 
 from forebay.v1 import scheduler_pb2
+from services.common import tracing
 from services.common.errors import Code, StatusError, from_rpc, unavailable
+from services.common.tracing import Span
 from services.gateway.mesh import Mesh, Scheduler
 from services.gateway.request import Generation
 
@@ -43,13 +47,19 @@ class Placement:
     """Leases of one request, one after another."""
 
     def __init__(
-        self, mesh: Mesh, generation: Generation, deadline: Deadline, on_queued: Callable[[int], None] = lambda _: None
+        self,
+        mesh: Mesh,
+        generation: Generation,
+        deadline: Deadline,
+        on_queued: Callable[[int], None] = lambda _: None,
+        span: Span = tracing.OFF,
     ) -> None:
         """`on_queued` hears how many are before it."""
         self._mesh = mesh
         self._on_queued = on_queued
         self._model = generation.model
-        self._ticket = _ticket(generation)
+        self._ticket = _ticket(generation, span)
+        self._span = span
         self._deadline = deadline
         self._epoch = 0
         self._asking = False  # a lease of the next epoch may be on its way
@@ -108,7 +118,17 @@ class Placement:
 
     async def _ask_one(self, scheduler: Scheduler, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.Lease:
         # The ticket's bytes stay the same over calls; what is left of the deadline is the call's own.
-        call = scheduler.stub.Place(request, timeout=self._deadline.seconds_left("in the queue"))
+        seconds = self._deadline.seconds_left("in the queue")
+        call = tracing.inside(self._span, partial(scheduler.stub.Place, request, timeout=seconds))
+        try:
+            lease = await self._placed(call)
+        except BaseException:
+            call.cancel()
+            raise
+        self._mesh.let_end(call)
+        return lease
+
+    async def _placed(self, call: "grpc.aio.UnaryStreamCall[Any, scheduler_pb2.PlaceResponse]") -> scheduler_pb2.Lease:
         silence: float | None = self._mesh.limits.scheduler_answer
         try:
             while True:
@@ -125,11 +145,9 @@ class Placement:
         except grpc.aio.AioRpcError as failure:
             error = from_rpc(failure)
             raise (self._deadline.error("in the queue") if error.code is Code.DEADLINE_EXCEEDED else error) from None
-        finally:
-            call.cancel()
 
 
-def _ticket(generation: Generation) -> scheduler_pb2.Ticket:
+def _ticket(generation: Generation, span: Span) -> scheduler_pb2.Ticket:
     return scheduler_pb2.Ticket(
         request_id=generation.request_id,
         org=generation.org,
@@ -140,4 +158,5 @@ def _ticket(generation: Generation) -> scheduler_pb2.Ticket:
         max_tokens=generation.sampling.max_tokens,
         n=generation.sampling.n,
         deadline_seconds=generation.deadline_seconds,
+        traceparent=span.traceparent,
     )

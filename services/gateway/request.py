@@ -8,6 +8,7 @@ import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError, invalid, unavailable
@@ -47,6 +48,7 @@ class Generation:
     lowered_from: LatencyClass = UNSPECIFIED  # what was asked for, where the org's ceiling lowered it
     reply: ReplyForm = PLAIN  # what is taken out of the text
     received_at: float = 0.0  # by the process's monotonic clock: when the gateway saw it first; 0: nobody looked
+    operation: Literal["chat", "text_completion"] = "text_completion"
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ async def admit_chat(envelope: Envelope, messages: object, fields: Mapping[str, 
     head = await _admit_head(envelope, {**fields, "grammar": chat.grammar}, with_tools=chat.use is not None)
     name = envelope.name("messages")
     text, ids = await chat.render(messages, name)
-    return replace(head.generation(text, ids, name), reply=chat.reply_form(text))
+    return replace(head.generation(text, ids, name), reply=chat.reply_form(text), operation="chat")
 
 
 async def count_chat_tokens(

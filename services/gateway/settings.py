@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.common.settings import HostPort, HostPorts, ServiceSettings, listed
+from services.common.settings import HostPort, HostPorts, PemPath, ServiceSettings, listed
 
 
 class GatewaySettings(ServiceSettings):
@@ -12,6 +12,8 @@ class GatewaySettings(ServiceSettings):
 
     grpc_address: HostPort = Field("127.0.0.1:0", description="host:port of the gRPC face")
     http_address: HostPort = Field("127.0.0.1:0", description="host:port of the OpenAI face")
+    public_tls_cert_file: PemPath = Field(None, description="PEM certificate for TLS on both faces, with its chain; without: plain")
+    public_tls_key_file: PemPath = Field(None, description="its private key")
     schedulers: HostPorts = Field(min_length=1, description="host:port[,host:port...] of the schedulers")
     models: str = Field(description="PATH=NAME[|ALIAS...][,PATH=NAME...]: tokenizers and templates come from the model's own files")
     policy_file: Path | None = Field(None, description="the schedulers' policy file, for models and deadlines, read again when it changes")

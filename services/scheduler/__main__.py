@@ -5,15 +5,16 @@ import functools
 import sys
 from contextlib import suppress
 
-from services.common import log, process, rpc
+from services.common import log, process, rpc, tls, tracing
 from services.common.address import with_port
+from services.common.callers import Callers
 from services.common.errors import StatusError
 from services.common.process import announce
 from services.common.settings import SettingsError, read
 from services.policy.document import PolicyError
 from services.policy.watched import PolicyFile
 from services.scheduler.scheduler import Options, Scheduler
-from services.scheduler.server import add_services
+from services.scheduler.server import CALLERS, add_services
 from services.scheduler.settings import SchedulerSettings
 from services.scheduler.store import SchemaError, Store
 
@@ -22,16 +23,16 @@ DRAIN_SECONDS = 2.0
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     """One scheduler's whole life."""
-    policy = open_policy(settings)
+    policy, identity = open_policy(settings), tls.mutual(settings, "scheduler")
     store = await open_store(settings)
     scheduler = Scheduler(store, Options.of(settings), policy)
     with suppress(StatusError):  # Redis has gone again: what operators have set is read when it is back.
         await scheduler.orgs.refresh()
-    server = rpc.server()
+    server = rpc.server([Callers(CALLERS)] if identity else [])
     add_services(server, scheduler)
     internal = process.InternalHttp(settings.internal_address, scheduler.metrics.registry, scheduler.not_ready_reason)
     try:
-        port = rpc.bind(server, settings.listen_address)
+        port = rpc.bind(server, settings.listen_address, identity)
         internal_port = await internal.start()
         scheduler.start()
         await server.start()
@@ -69,7 +70,7 @@ async def open_store(settings: SchedulerSettings) -> Store:
     except StatusError as error:
         await store.close()
         raise SettingsError(
-            f"no Redis answers at FOREBAY_REDIS_URL after {settings.redis_wait_seconds:g} s: start it, or name another"
+            f"no Redis answers at FOREBAY_REDIS_URL after {settings.redis_wait_seconds:g} s ({store.trouble}): start it, or name another"
         ) from error
     except BaseException:
         await store.close()
@@ -95,6 +96,7 @@ def main() -> int:
     try:
         settings = read(SchedulerSettings)
         log.setup("scheduler", settings.log_level)
+        tracing.setup("scheduler")
         process.run(functools.partial(serve, settings))
     except (SettingsError, SchemaError, OSError) as error:
         print(f"forebay scheduler: {error}", file=sys.stderr)

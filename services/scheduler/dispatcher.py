@@ -13,6 +13,7 @@ from services.scheduler.policy.order import Order
 from services.scheduler.policy.pick import Placement, counts_on, plan
 from services.scheduler.policy.rules import Rules
 from services.scheduler.registry import Registry
+from services.scheduler.spans import trace_placement
 
 MAX_HEADS = 64
 """Tickets of one queue that are looked at in one round."""
@@ -80,5 +81,6 @@ class Dispatcher:
             return
         ticket = placement.ticket
         self._metrics.decisions.labels(counts_on(placement)).inc()
+        trace_placement(ticket, outcome)
         self._metrics.placements.labels(ticket.model, class_label(ticket.latency_class)).inc()
         self._delivered(outcome, keys.line_name(ticket.model, ticket.latency_class))

@@ -88,7 +88,6 @@ class Keeper:
             org,
             deadline_seconds=waiter.deadline_at - time.monotonic(),
             lost_epoch=waiter.lost_epoch,
-            traceparent=waiter.traceparent,
         )
         match answer:
             case Lease():

@@ -48,9 +48,7 @@ class Lease:
     def parse(cls, reply: Sequence[Any]) -> "Lease":
         """From a script's flat list."""
         request_id, epoch, worker_id, incarnation, address, queued_ms, why = reply
-        return cls(
-            str(request_id), int(epoch), str(worker_id), str(incarnation), str(address), float(queued_ms) / 1000, decision=str(why)
-        )
+        return cls(str(request_id), int(epoch), str(worker_id), str(incarnation), str(address), float(queued_ms) / 1000, decision=str(why))
 
 
 @dataclass(frozen=True)
@@ -151,12 +149,12 @@ class Ledger:
         self._timing = timing or Timing()
 
     async def enqueue(
-        self, ticket: Ticket, holder: str, org: OrgPolicy, *, deadline_seconds: float, lost_epoch: int = 0, traceparent: str = ""
+        self, ticket: Ticket, holder: str, org: OrgPolicy, *, deadline_seconds: float, lost_epoch: int = 0
     ) -> Queued | Lease | Full | Finished | Expired | Over:
         """Queues a ticket and reserves its org's quota, or says where it stands. `ticket.order` is 0 unless it is known from before."""
         line = keys.line_name(ticket.model, ticket.latency_class)
         queue = keys.queue_name(ticket.model, ticket.latency_class, ticket.org)
-        args: list[str | int] = [ticket.request_id, _write_spec(ticket, traceparent), queue, line, ticket.latency_class]
+        args: list[str | int] = [ticket.request_id, _write_spec(ticket), queue, line, ticket.latency_class]
         args += [round(deadline_seconds * 1000), holder, json.dumps(sorted(ticket.excluded_workers)), lost_epoch]
         args += [ticket.num_delivered_tokens, ticket.order, self._max_queued, self._id, as_argument(ticket, org)]
         args += [keys.line_name(ticket.model, latency_class) for latency_class in range(BATCH, REALTIME - 1, -1)]
@@ -278,16 +276,14 @@ def _whole(key: str) -> list[str | int | float]:
     return ["ZRANGE", key, 0, -1, "WITHSCORES"]
 
 
-def _write_spec(ticket: Ticket, traceparent: str) -> str:
+def _write_spec(ticket: Ticket) -> str:
     spec = asdict(ticket)
     for told_apart in ("request_id", "order", "num_delivered_tokens", "excluded_workers", "asked_seconds", "waited_seconds"):
         del spec[told_apart]
-    return json.dumps({**spec, "traceparent": traceparent})
+    return json.dumps(spec)
 
 
 def _read_spec(request_id: str, spec: str, order: str, excluded: str, delivered: int, asked_ms: int, waited_ms: int) -> Ticket:
-    fields = json.loads(spec)
-    del fields["traceparent"]
     return Ticket(
         request_id=request_id,
         order=int(order),
@@ -295,5 +291,5 @@ def _read_spec(request_id: str, spec: str, order: str, excluded: str, delivered:
         num_delivered_tokens=delivered,
         asked_seconds=asked_ms / 1000,
         waited_seconds=waited_ms / 1000,
-        **fields,
+        **json.loads(spec),
     )

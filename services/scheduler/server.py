@@ -8,9 +8,9 @@ from contextlib import suppress
 import grpc
 
 from forebay.v1 import admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from services.common import errors, log, rpc
+from services.common import errors, log, rpc, tracing
 from services.common.errors import Code, StatusError, invalid
-from services.common.metrics import exemplar, trace_id_of
+from services.common.metrics import exemplar
 from services.scheduler import quota
 from services.scheduler.admin import AdminServicer
 from services.scheduler.ledger import Held, Lease
@@ -23,7 +23,10 @@ from services.scheduler.waiting import Position, Waiter, deadline_passed
 from services.scheduler.wire import check_id, decision_to_proto, org_to_proto, read_settlement
 
 LOG = log.get(__name__)
+MAX_TRACEPARENT = 55
 SERVICES = ["forebay.v1.SchedulerService", "forebay.v1.AdminService"]
+CALLERS = {"/forebay.v1.SchedulerService/Attach": "worker", "/forebay.": "gateway"}
+"""The role that may call what, where certificates tell it."""
 
 PlaceContext = grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceResponse]
 FinishContext = grpc.aio.ServicerContext[scheduler_pb2.FinishRequest, scheduler_pb2.FinishResponse]
@@ -74,7 +77,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             if reason is not None:
                 scheduler.errand(self._withdraw(waiter, enqueuing, reason))
         ticket = waiter.ticket
-        trace = exemplar(trace_id_of(waiter.traceparent))
+        trace = exemplar(tracing.current().trace_id)
         scheduler.metrics.queue_wait.labels(ticket.model, class_label(ticket.latency_class)).observe(lease.queued_seconds, trace)
         await context.write(self._placed(lease, waiter))
 
@@ -116,7 +119,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             scheduler.new_holder(),
             deadline_at=time.monotonic() + seconds,
             lost_epoch=request.lost_epoch,
-            traceparent=request.ticket.traceparent,
             tell_seconds=scheduler.options.tell_seconds,
         )
 
@@ -281,6 +283,7 @@ def read_ticket(request: scheduler_pb2.PlaceRequest) -> Ticket:
         n=t.n,
         num_delivered_tokens=request.num_delivered_tokens,
         excluded_workers=frozenset(request.excluded_workers),
+        traceparent=t.traceparent[:MAX_TRACEPARENT],
     )
 
 

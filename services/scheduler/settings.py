@@ -14,7 +14,10 @@ class SchedulerSettings(ServiceSettings):
     """FOREBAY_* of a scheduler. Times are seconds."""
 
     listen_address: HostPort = Field("127.0.0.1:50052", description="host:port of SchedulerService and AdminService")
-    redis_url: str = Field("redis://127.0.0.1:6379/0", description="redis://, rediss:// or unix:// URL of Redis 7.2 or Valkey 8, or later")
+    redis_url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        description="redis://, rediss:// (with ?ssl_ca_certs=FILE for a CA of your own) or unix:// URL of Redis 7.2, Valkey 8, or later",
+    )
     redis_password_file: Path | None = Field(None, description="file with the password of Redis, for a redis_url that holds none")
     policy_file: Path | None = Field(
         None, description="YAML file of orgs, tiers, classes and models, read again when it changes; without: no limits"

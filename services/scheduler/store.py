@@ -77,6 +77,8 @@ class Store:
         self._closed = False
         self.num_in_use = 0
         self.num_failures = 0
+        self.trouble = ""
+        """What Redis or its connection failed with last."""
         self._away_since: float | None = None
         self._prober: asyncio.Task[None] | None = None
         self._scripts = load_scripts()
@@ -187,8 +189,9 @@ class Store:
 
     def _trouble(self, error: Exception) -> errors.StatusError:
         self.num_failures += 1
+        self.trouble = str(error) or type(error).__name__
         if self._away_since is None:
-            LOG.warning("redis_trouble", error=str(error) or type(error).__name__)
+            LOG.warning("redis_trouble", error=self.trouble)
             self._away_since = time.monotonic()
             self._prober = asyncio.create_task(self._probe())
         return self._refusal()

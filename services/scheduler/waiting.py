@@ -23,14 +23,11 @@ class Position:
 class Waiter:
     """One Place stream. `holder` tells it from other streams of the same request, here or elsewhere."""
 
-    def __init__(
-        self, ticket: Ticket, holder: str, *, deadline_at: float, lost_epoch: int = 0, traceparent: str = "", tell_seconds: float = 1.0
-    ) -> None:
+    def __init__(self, ticket: Ticket, holder: str, *, deadline_at: float, lost_epoch: int = 0, tell_seconds: float = 1.0) -> None:
         self.ticket = ticket
         self.holder = holder
         self.deadline_at = deadline_at
         self.lost_epoch = lost_epoch
-        self.traceparent = traceparent
         self.enqueued = False
         self.quota = UNKNOWN
         """Where the org stood when this ticket was reserved."""

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-from services.common import log, process
+from services.common import log, process, tls, tracing
 from services.common.process import announce
 from services.common.settings import SettingsError, read
 from services.worker.engine.config import ModelFileError
@@ -17,10 +17,11 @@ from services.worker.worker import EngineFailed, Worker
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     """A worker's life."""
+    identity = tls.mutual(settings, "worker")
     loaded = await load(settings, stop)
     if loaded is None:
         return
-    worker = Worker(*loaded, settings)
+    worker = Worker(*loaded, settings, identity=identity)
     await worker.start()
     announce("listening", service="worker", address=worker.address, internal_address=worker.internal_address)
     try:
@@ -35,6 +36,7 @@ def main() -> int:
     try:
         settings = read(WorkerSettings)
         log.setup("worker", settings.log_level)
+        tracing.setup("worker")
         process.run(functools.partial(serve, settings))
     except (SettingsError, ModelFileError, OSError, EngineFailed) as error:
         print(f"forebay worker: {error}", file=sys.stderr)

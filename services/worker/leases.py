@@ -3,16 +3,19 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from forebay.v1 import explain_pb2, scheduler_pb2, types_pb2, worker_pb2
+from services.common import tracing
 from services.common.errors import Code, StatusError, unavailable
+from services.common.tracing import Span
 from services.worker.engine.grammar import Grammar
 from services.worker.engine.request import EngineRequest, FinishReason, TokenOutput
 from services.worker.engine.timeline import Snapshot
 from services.worker.engine_loop import EngineLoop
 from services.worker.metrics import Ended, Metrics
 from services.worker.outbox import Outbox, Pace
+from services.worker.spans import trace_request
 from services.worker.wire import Served, timeline, to_engine
 
 MAX_WAITING = 2
@@ -39,8 +42,8 @@ class Lease:
         self._num_preemptions: dict[int, int] = {}
         self.end_reason = "abort"
         self.arrived_at = time.monotonic()
-        self.trace_id: str | None = None  # of the call that brought it, while it is traced
         self.timeline: Snapshot | None = None  # the latest
+        self.span = tracing.OFF  # of the call that brought it
         self._metrics = metrics
         self._token_at: dict[int, float] = {}  # choice -> when its last token came
         self._started_at: float | None = None
@@ -114,7 +117,7 @@ class Lease:
             started_at=self._started_at,
             first_token_at=self._first_token_at,
             last_token_at=max(self._token_at.values(), default=None),
-            trace_id=self.trace_id,
+            trace_id=self.span.trace_id,
         )
 
     def _num_new(self, output: TokenOutput) -> int:
@@ -131,7 +134,7 @@ class Lease:
         num_tokens = len(output.token_ids)
         if not self._token_at:
             self._started_at, self._first_token_at = output.start_time, now
-            self._metrics.observe_first_token(now - self.arrived_at, self.trace_id)
+            self._metrics.observe_first_token(now - self.arrived_at, self.span.trace_id)
         since = self._token_at.get(output.choice_index)
         if since is not None:
             observe, gap = self._metrics.inter_token_latency.observe, (now - since) / num_tokens
@@ -200,7 +203,9 @@ class Leases:
         del self._live[lease.request_id]
         self._remember(lease.request_id, lease.epoch)
         self._loop.abort(lease.request.request_id)
-        self._metrics.observe_end(lease.ended())
+        ended = lease.ended()
+        self._metrics.observe_end(ended)
+        trace_request(lease.span, ended)
         if not self._live:
             self._idle.set()
         self.on_room()
@@ -242,6 +247,13 @@ class Leases:
             entry.num_slots += lease.num_sequences
             entry.num_blocks += held.get(lease.request.request_id, (0, 0))[1]
         return [usage[latency_class] for latency_class in sorted(usage)]
+
+    def spans(self, request_ids: Iterable[str]) -> Iterator[Span]:
+        """The spans of live leases, by the engine's names of their requests."""
+        for request_id in request_ids:
+            lease = self._live.get(request_id.rpartition("#")[0])
+            if lease is not None:
+                yield lease.span
 
     def is_waiting(self, lease: Lease) -> bool:
         """True while a lease has work left and holds no blocks."""

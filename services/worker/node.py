@@ -10,6 +10,7 @@ import grpc
 
 from forebay.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.common import log, rpc
+from services.common.tls import Identity
 
 _logger = log.get(__name__)
 
@@ -38,6 +39,7 @@ class Node:
         revoke: Revoke,
         *,
         beat: Beat | None = None,
+        identity: Identity | None = None,
     ) -> None:
         """`heartbeat` describes the worker as it is now, all but the sequence number."""
         self._links = [_Link(self, address) for address in addresses]
@@ -47,6 +49,7 @@ class Node:
         self.register = register
         self.revoke = revoke
         self.beat = beat or Beat()
+        self.identity = identity
 
     def start(self) -> None:
         """Begins to attach to every scheduler."""
@@ -84,18 +87,19 @@ class _Link:
         self.address = address
         self.attached = False
         self.nudged = asyncio.Event()
+        self._troubles: set[str] = set()  # told of since it was last attached
 
     async def run(self) -> None:
         """Attaches, and attaches again, until cancelled."""
         beat = self._node.beat
         wait = beat.first_retry_seconds
-        async with rpc.channel(self.address) as channel:
-            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            while True:
-                was_attached = await self._attach(stub)
-                wait = beat.first_retry_seconds if was_attached else min(wait * 2, beat.last_retry_seconds)
-                # Jitter, so that a fleet doesn't come back to a restarted scheduler in one instant.
-                await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # noqa: S311
+        while True:
+            # Made anew each time, for a channel goes on with the certificate that it was made with.
+            async with rpc.channel(self.address, self._node.identity, "scheduler") as channel:
+                was_attached = await self._attach(scheduler_pb2_grpc.SchedulerServiceStub(channel))
+            wait = beat.first_retry_seconds if was_attached else min(wait * 2, beat.last_retry_seconds)
+            # Jitter, so that a fleet doesn't come back to a restarted scheduler in one instant.
+            await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # noqa: S311
 
     async def _attach(self, stub: "scheduler_pb2_grpc.SchedulerServiceAsyncStub") -> bool:
         """One stream from Register to its end; answers whether the scheduler took the worker."""
@@ -109,8 +113,10 @@ class _Link:
                 elif response.HasField("revoke"):
                     self._node.revoke(response.revoke.leases)
         except grpc.aio.AioRpcError as error:
-            if self.attached:
-                _logger.warning("lost the scheduler", scheduler=self.address, code=error.code().name, details=error.details())
+            event, details = "lost the scheduler" if was_attached else "no scheduler", str(error.details())
+            if was_attached or details not in self._troubles:  # each once, however often it is tried
+                self._troubles = {details} if was_attached else self._troubles | {details}
+                _logger.warning(event, scheduler=self.address, code=error.code().name, details=details)
         except asyncio.CancelledError:
             # gRPC cancels a stream whose requests raise. Then, too, the worker attaches again; only a cancellation of ours ends it.
             if (task := asyncio.current_task()) is not None and task.cancelling():

@@ -6,13 +6,15 @@ from typing import cast
 import grpc
 
 from forebay.v1 import worker_pb2, worker_pb2_grpc
-from services.common import errors
+from services.common import errors, tracing
 from services.common.errors import Code, StatusError
-from services.common.metrics import trace_id_of
 from services.worker.grammars import compiled
 from services.worker.leases import Lease, Leases
 from services.worker.outbox import News, Pace
 from services.worker.wire import Served, check_target
+
+CALLERS = {"/forebay.": "gateway"}
+"""The role that may call what, where certificates tell it."""
 
 LEAST_SECONDS = 0.002
 """gRPC rounds deadlines up to milliseconds: what has less left than this is late."""
@@ -43,7 +45,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             lease = self._leases.admit(request, await compiled(request.sampling, self._served.compiler))
         except StatusError as error:
             await errors.abort(context, error)
-        lease.trace_id = _trace_id(context)
+        lease.span = tracing.current()
         # The call's own end frees the blocks even where this coroutine is kept from its `finally`.
         context.add_done_callback(lambda _: self._leases.end(lease))  # type: ignore[arg-type]  # the stub wants a class of its own
         try:
@@ -75,12 +77,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         except TimeoutError:
             message = f"the reader took nothing for {self._pace.write_seconds:g} s"
             raise StatusError(Code.RESOURCE_EXHAUSTED, message, reason="SLOW_READER") from None
-
-
-def _trace_id(context: Context) -> str | None:
-    """Of the gateway's span, where that is sampled."""
-    parents = (str(value) for key, value in context.invocation_metadata() or () if key == "traceparent")
-    return trace_id_of(next(parents, ""))
 
 
 def _deadline(context: Context) -> float | None:

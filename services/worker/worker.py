@@ -12,16 +12,19 @@ from prometheus_client import CollectorRegistry
 from forebay.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from services.common import log, rpc
 from services.common.address import reachable, split, with_port
+from services.common.callers import Callers
 from services.common.errors import Code, StatusError
 from services.common.process import InternalHttp
+from services.common.tls import Identity
 from services.worker.engine.engine import Engine
 from services.worker.engine_loop import STALL_SECONDS, EngineLoop, Turn
 from services.worker.leases import MAX_WAITING, Leases
 from services.worker.metrics import Metrics
 from services.worker.node import Beat, Node
 from services.worker.outbox import Pace
-from services.worker.server import WorkerService
+from services.worker.server import CALLERS, WorkerService
 from services.worker.settings import WorkerSettings
+from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
 from services.worker.wire import Served
@@ -52,8 +55,10 @@ class Worker:
         pace: Pace | None = None,
         beat: Beat | None = None,
         clock: Callable[[], float] = time.monotonic,
+        identity: Identity | None = None,
     ) -> None:
         """`clock` times the engine's steps, and so tells when they hang."""
+        self._identity = identity
         self.incarnation = secrets.token_hex(8)
         self._served = served
         self._settings = settings
@@ -75,9 +80,10 @@ class Worker:
             num_cpu_blocks=engine.config.host_blocks,
             num_gpu_blocks=served.num_blocks,
         )
-        self._server = rpc.server()
+        self._server = rpc.server([Callers(CALLERS)] if identity else [])
         self._internal = InternalHttp(settings.internal_address, registry, self.why_not_ready, sound=self._why_not_sound)
         self._beat = beat
+        self._step_spans = StepSpans()
         self._num_used_blocks = 0  # after the last turn
         self.address = ""
         self.internal_address = ""
@@ -87,13 +93,15 @@ class Worker:
         settings = self._settings
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._service, self._server)
         self._health = rpc.add_standard_services(self._server, [SERVICE_NAME], internal=True)
-        port = rpc.bind(self._server, settings.listen_address)
+        port = rpc.bind(self._server, settings.listen_address, self._identity)
         self.address = with_port(settings.listen_address, port)
         internal_port = await self._internal.start()
         self.internal_address = with_port(settings.internal_address, internal_port)
         self.loop.start()
         await self._server.start()
-        self.node = Node(settings.scheduler_addresses, self._register(), self.heartbeat, self.leases.revoke, beat=self._beat)
+        self.node = Node(
+            settings.scheduler_addresses, self._register(), self.heartbeat, self.leases.revoke, beat=self._beat, identity=self._identity
+        )
         self.leases.on_room = self.node.nudge
         self.node.start()
         self._watch = asyncio.create_task(self._watch_health(), name="watch health")
@@ -184,6 +192,7 @@ class Worker:
     def _observe(self, turn: Turn) -> None:
         if turn.steps:
             self._metrics.observe_steps([step.num_tokens for step in turn.steps], sum(step.seconds for step in turn.steps))
+            self._step_spans.observe(turn.steps, self.leases.spans(output.request_id for output in turn.outputs))
         if turn.stats.num_used_blocks < self._num_used_blocks:
             self.node.nudge()
         self._num_used_blocks = turn.stats.num_used_blocks

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,14 +151,14 @@ def environment(home: Path) -> dict[str, str]:
 
 
 @contextmanager
-def running(home: Path, *arguments: str) -> Iterator[Mesh]:
-    """A mesh that is up; ended with SIGINT, as a person would."""
+def running(home: Path, *arguments: str, settings: Mapping[str, str] | None = None) -> Iterator[Mesh]:
+    """A mesh that is up, with these variables beside its usual ones; ended with SIGINT, as a person would."""
     # Under deathwatch: a test process that is ended by its timeout leaves no mesh behind.
     deathwatch = str(Path(supervisor.__file__).with_name("deathwatch.py"))
     command = [sys.executable, deathwatch, str(os.getpid()), *FOREBAY, "up", "--json", "--grpc-port", "0", "--http-port", "0", *arguments]
     errors = home.with_name(home.name + ".stderr")
     with errors.open("w") as stderr:
-        process = subprocess.Popen(command, env=environment(home), stdout=subprocess.PIPE, stderr=stderr, text=True)
+        process = subprocess.Popen(command, env={**environment(home), **(settings or {})}, stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
         yield _wait_for_up(process, home, errors)
     finally:

@@ -65,6 +65,14 @@ def test_a_redis_that_does_not_answer(tmp_path) -> None:
     status, line = _fail(redis_url=f"unix://{tmp_path}/none", redis_wait_seconds="0.1")
     assert status == 1
     assert "no Redis answers" in line
+    assert "No such file or directory" in line
+
+
+def test_a_ca_of_redis_that_isnt_there(tmp_path) -> None:
+    status, line = _fail(redis_url=f"rediss://127.0.0.1:1/0?ssl_ca_certs={tmp_path}/none.pem", redis_wait_seconds="0.1")
+    assert status == 1
+    assert "no Redis answers" in line
+    assert "No such file or directory" in line
 
 
 def test_a_redis_of_another_schema(redis_server) -> None:

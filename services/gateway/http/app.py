@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from forebay.v1 import admin_pb2, types_pb2
+from services.common import tracing
 from services.common.errors import Code, StatusError, invalid
 from services.gateway.auth import Caller
 from services.gateway.gateway import Gateway
@@ -21,6 +22,7 @@ from services.gateway.http import chat, completions, edge, errors, fields, opena
 from services.gateway.http.answer import Run, collected, merged
 from services.gateway.http.body import read_json
 from services.gateway.http.structured import grammar_of
+from services.gateway.http.traced import Traced
 from services.gateway.latency import UNSPECIFIED, LatencyClass, latency_class
 from services.gateway.metrics import CLASS_NAMES
 from services.gateway.models import ServedModel
@@ -55,6 +57,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_api_route("/health", face.health, methods=["GET"], **openapi.HEALTH)
     app.add_api_route("/ready", face.ready, methods=["GET"], **openapi.READY)
     app.add_middleware(edge.Edge, calls=gateway.calls, metrics=gateway.metrics)
+    if tracing.is_on():
+        app.add_middleware(Traced)
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     return app
 

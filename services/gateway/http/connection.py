@@ -83,8 +83,9 @@ class Connection(H11Protocol):
                 431, f"the request's head is larger than {self.config.h11_max_incomplete_event_size} bytes: send less", "HEAD_TOO_LARGE"
             )
             return
+        plain = " without TLS" if self.scheme == "http" else ""
         why = str(error or msg).partition(": b")[0]  # without the bytes, which may hold a token
-        self._refuse(status, f"the request can't be read ({why}): send HTTP/1.1 without TLS; gRPC has its own address", "MALFORMED_HTTP")
+        self._refuse(status, f"the request can't be read ({why}): send HTTP/1.1{plain}; gRPC has its own address", "MALFORMED_HTTP")
 
     def timeout_keep_alive_handler(self) -> None:
         """Closes an idle connection, unless its client still takes the last answer; drops it where the client has stopped."""
@@ -136,5 +137,6 @@ class Connection(H11Protocol):
         head = h11.Response(status_code=status, headers=answer.raw_headers, reason=HTTPStatus(status).phrase.encode())
         for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS can't
+            self.transport.write_eof()
         self.loop.call_later(_LINGER_SECONDS, self.transport.close)

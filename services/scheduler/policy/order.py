@@ -31,6 +31,8 @@ class Ticket:
     """Since its gateway asked, and named the workers that it can't reach."""
     waited_seconds: float = 0.0
     """Since it arrived first."""
+    traceparent: str = field(default="", compare=False)
+    """W3C trace context of the request; "" where it isn't traced."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from services.policy.classes import BATCH, REALTIME
 from services.policy.org import OrgPolicy
@@ -176,8 +177,8 @@ def _why_none(ticket: Ticket, reachable: list[Worker], sketch: _Sketch, rules: R
 
 def _decision(ticket: Ticket, least: list[tuple[_Cost, Placement]], fitting: set[str], sketch: _Sketch, rules: Rules) -> Decision:
     """Those of the least cost, then as many of the others as there is room for, with why they could not be chosen."""
-    others = (w for w in sketch.workers.values() if w.worker_id not in fitting)
-    refused = [Candidate(w.worker_id, refused=_refusal(ticket, w, sketch, rules)) for w, _ in zip(others, range(MAX_CANDIDATES - len(least)))]
+    others = islice((w for w in sketch.workers.values() if w.worker_id not in fitting), MAX_CANDIDATES - len(least))
+    refused = [Candidate(w.worker_id, refused=_refusal(ticket, w, sketch, rules)) for w in others]
     candidates = [Candidate(p.worker.worker_id, cost[:-1]) for cost, p in least] + refused
     return Decision(len(sketch.workers), candidates, sketch.waited.pop(ticket.request_id, ""))
 

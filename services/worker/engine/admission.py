@@ -143,7 +143,7 @@ class Admission:
 
 
 def _tell_start(sequence: Sequence, now: float) -> None:
-    """What was lost to a preemption behind the first token is a preemption's price until it is there again; what comes before is prefill."""
+    """Behind its first token what a preemption lost is the preemption's price until it is there again; before it, it is prefill."""
     found = sequence.swap.num_tokens if sequence.swap else sequence.num_computed_tokens
     sequence.note(Kind.RESUMED if sequence.num_preemptions else Kind.ADMITTED, now, cached=found)
     if not sequence.has_yielded:

@@ -15,6 +15,7 @@ from services.cli import __main__ as entry
 from tests.unit.cli.gateway import Gateway
 
 FOREBAY = (sys.executable, "-P", "-m", "services.cli")
+_GATEWAYS_FILES = {"CERT": "gateway.pem", "KEY": "gateway.key", "CA": "ca.pem"}
 
 
 def _forebay(*arguments: str | bytes, home: Path, stdout: IO[str] | int = subprocess.PIPE) -> "subprocess.CompletedProcess[str]":
@@ -42,6 +43,25 @@ def test_a_problem_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.stderr.startswith("forebay: ")
     assert words in done.stderr
+
+
+def test_up_doesnt_take_a_public_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_PUBLIC_TLS_CERT_FILE", "/some.pem")
+    done = _forebay("up", home=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("forebay: FOREBAY_PUBLIC_TLS_CERT_FILE is for a gateway run by itself")
+
+
+def test_certs_tells_what_to_set_and_replaces_nothing_unasked(tmp_path: Path) -> None:
+    made = _forebay("certs", str(tmp_path / "certs"), home=tmp_path)
+    assert (made.returncode, made.stderr) == (0, "")
+    lines = made.stdout.splitlines()
+    assert lines[:4] == ["# gateway", *(f"FOREBAY_TLS_{k}_FILE={tmp_path}/certs/{f}" for k, f in _GATEWAYS_FILES.items())]
+    assert [line for line in lines if line.startswith("#")] == ["# gateway", "# scheduler", "# worker"]
+    again = _forebay("certs", str(tmp_path / "certs"), home=tmp_path)
+    assert again.returncode == 1
+    assert "already: --renew" in again.stderr
+    assert len(again.stderr.splitlines()) == 1
 
 
 def test_a_token_for_nobody_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

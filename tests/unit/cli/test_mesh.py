@@ -50,7 +50,7 @@ async def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Ch
     monkeypatch.setattr(Mesh, "_wait_for_models", no_wait)
     home = Home(tmp_path)
     home.make()
-    plan = Plan(MODELS, workers=2, host="0.0.0.0", grpc_port=0, http_port=0, kv_memory="64MB", policy=Path("policy.yaml"))
+    plan = Plan(MODELS, workers=2, host="0.0.0.0", grpc_port=0, http_port=0, kv_memory="64MB", policy=Path("policy.yaml"), tls=True)
     mesh = Mesh(plan, home, lambda _: None)
     with home.lock():
         running = await mesh.start()
@@ -72,6 +72,13 @@ def test_they_start_in_order_of_need(specs: dict[str, ChildSpec]) -> None:
 def test_the_policy_file_is_for_scheduler_and_gateway(specs: dict[str, ChildSpec]) -> None:
     told = {name: spec.environment["FOREBAY_POLICY_FILE"] for name, spec in specs.items() if "FOREBAY_POLICY_FILE" in spec.environment}
     assert told == dict.fromkeys(("scheduler", "gateway"), str(Path("policy.yaml").resolve()))
+
+
+def test_each_service_shows_a_certificate_of_its_own_role(specs: dict[str, ChildSpec], tmp_path: Path) -> None:
+    shown = {name: Path(spec.environment.get("FOREBAY_TLS_CERT_FILE", "none")).name for name, spec in specs.items()}
+    workers = {f"worker-{number}": "worker.pem" for number in (1, 2, 3, 4)}
+    assert shown == {"valkey": "none", "scheduler": "scheduler.pem", "gateway": "gateway.pem", **workers}
+    assert Path(specs["gateway"].environment["FOREBAY_TLS_KEY_FILE"]) == Home(tmp_path).certs / "gateway.key"
 
 
 def test_workers_share_models_and_cores(specs: dict[str, ChildSpec]) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 
 import httpx
-import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
@@ -34,22 +33,6 @@ def test_an_exemplar_is_nothing_without_a_trace() -> None:
     assert metrics.exemplar(None) is None
     assert metrics.exemplar("") is None
     assert metrics.exemplar("ab") == {"trace_id": "ab"}
-
-
-@pytest.mark.parametrize(
-    ("traceparent", "trace_id"),
-    [
-        (f"00-{TRACE}-00f067aa0ba902b7-01", TRACE),
-        (f"00-{TRACE}-00f067aa0ba902b7-03", TRACE),
-        (f"00-{TRACE}-00f067aa0ba902b7-00", None),
-        (f"00-{TRACE}-00f067aa0ba902b7-0", None),
-        (f"00-{TRACE.upper()}-00f067aa0ba902b7-01", None),
-        ("", None),
-    ],
-    ids=["sampled", "and random", "not sampled", "cut", "upper case", "none"],
-)
-def test_only_a_sampled_trace_can_be_led_to(traceparent: str, trace_id: str | None) -> None:
-    assert metrics.trace_id_of(traceparent) == trace_id
 
 
 def test_exemplars_are_shown_where_openmetrics_is_asked_for() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.cli import authority
+from services.common.tls import role_name
 from services.gateway.__main__ import main, serve
 from services.gateway.mesh import Mesh
 from services.gateway.settings import GatewaySettings
@@ -79,6 +82,37 @@ async def test_it_comes_up_alone_and_is_ready_when_the_fleet_is(tmp_path: Path, 
         await scheduler.finishes.until_length(1)
     await scheduler.stop()
     await worker.stop()
+
+
+async def test_both_faces_speak_tls_where_a_certificate_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, name = tmp_path / "certs", role_name("gateway")
+    authority.make(folder)
+    monkeypatch.setenv("FOREBAY_PUBLIC_TLS_CERT_FILE", str(authority.certificate(folder, "gateway")))
+    monkeypatch.setenv("FOREBAY_PUBLIC_TLS_KEY_FILE", str(authority.key(folder, "gateway")))
+    ca = authority.certificate(folder, "ca")
+    async with running(tmp_path, "127.0.0.1:1", monkeypatch) as (announced, _, _):
+        async with httpx.AsyncClient(trust_env=False, verify=ssl.create_default_context(cafile=ca)) as client:
+            url = f"https://{announced['http_address']}/health"
+            assert (await client.get(url, extensions={"sni_hostname": name})).status_code == 200
+            with pytest.raises(httpx.HTTPError):
+                await client.get(url.replace("https", "http"))
+        options = [("grpc.ssl_target_name_override", name)]
+        credentials = grpc.ssl_channel_credentials(ca.read_bytes())
+        async with grpc.aio.secure_channel(announced["grpc_address"], credentials, options=options) as channel:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        answer = await _ask_by_tls(announced["http_address"], ca, name, b"no HTTP\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+async def _ask_by_tls(address: str, ca: Path, name: str, words: bytes) -> bytes:
+    """What comes back until the other side closes."""
+    host, port = address.split(":")
+    context = ssl.create_default_context(cafile=ca)
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=name)
+    writer.write(words)
+    answer = await reader.read()
+    writer.close()
+    return answer
 
 
 async def test_each_face_holds_so_many_connections_as_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +211,9 @@ async def test_the_catalogue_is_read_again_and_a_bad_change_leaves_the_last_good
         ({"FOREBAY_JWKS_FILE": None, "FOREBAY_OIDC_ISSUER": "https://id.example"}, "FOREBAY_JWT_ISSUER and FOREBAY_OIDC_ISSUER differ"),
         ({"FOREBAY_POLICY_FILE": "/nowhere.yaml"}, "/nowhere.yaml"),
         ({"FOREBAY_POLICY_FILE": str(_BROKEN_POLICY)}, f"{_BROKEN_POLICY}:2: "),
+        ({"FOREBAY_TLS_CERT_FILE": "/nowhere.pem"}, "FOREBAY_TLS_KEY_FILE and FOREBAY_TLS_CA_FILE must be set, too"),
+        ({f"FOREBAY_TLS_{name}_FILE": f"/no/{name}" for name in ("CERT", "KEY", "CA")}, "FOREBAY_TLS_CERT_FILE=/no/CERT: No such file"),
+        ({"FOREBAY_PUBLIC_TLS_KEY_FILE": "/nowhere.key"}, "FOREBAY_PUBLIC_TLS_CERT_FILE must be set, too"),
         ({"FOREBAY_LOG_LEVEL": "loud"}, "FOREBAY_LOG_LEVEL=loud"),
     ],
 )

@@ -10,6 +10,7 @@ from services.common.metrics import exposition
 from services.worker.metrics import Ended, Metrics, one_two_five
 from services.worker.telemetry import Sensors
 from services.worker.throughput import Throughput
+from tests.spans import recorded
 from tests.worker_harness import ToyRunner, hear, serving, toy
 
 MAX_MODEL_LEN = 300
@@ -152,12 +153,13 @@ async def test_what_dashboards_balancers_and_autoscalers_of_vllm_read_is_there()
 
 async def test_a_sampled_call_is_the_exemplar_of_its_latencies() -> None:
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
-    async with serving() as worker:
-        for request_id, flags in (("r1", "00"), ("r2", "01")):
-            metadata = (("traceparent", f"00-{trace}-00f067aa0ba902b7-{flags}"),)
-            await hear(worker.stub.Generate(worker.request(request_id), metadata=metadata))
-            text = (await worker.http.get("/metrics", headers={"accept": "application/openmetrics-text"})).text
-            assert (f'trace_id="{trace}"' in text) is (flags == "01")
+    with recorded():
+        async with serving() as worker:
+            for request_id, flags in (("r1", "00"), ("r2", "01")):
+                metadata = (("traceparent", f"00-{trace}-00f067aa0ba902b7-{flags}"),)
+                await hear(worker.stub.Generate(worker.request(request_id), metadata=metadata))
+                text = (await worker.http.get("/metrics", headers={"accept": "application/openmetrics-text"})).text
+                assert (f'trace_id="{trace}"' in text) is (flags == "01")
 
 
 def test_a_latency_leads_to_its_trace_where_there_is_one() -> None:

@@ -1,0 +1,60 @@
+"""Names in traces: OpenTelemetry's conventions for RPC, HTTP and GenAI, and forebay.* for what they don't name.
+
+https://opentelemetry.io/docs/specs/semconv/ as of 1.40 (rpc.*, http.*, gen_ai.*, error.type, service.*).
+"""
+
+SERVICE_NAME = "service.name"
+SERVICE_INSTANCE_ID = "service.instance.id"
+ERROR_TYPE = "error.type"
+
+RPC_SYSTEM_NAME = "rpc.system.name"
+RPC_METHOD = "rpc.method"
+RPC_RESPONSE_STATUS_CODE = "rpc.response.status_code"
+GRPC = "grpc"
+
+HTTP_REQUEST_METHOD = "http.request.method"
+HTTP_RESPONSE_STATUS_CODE = "http.response.status_code"
+HTTP_ROUTE = "http.route"
+URL_PATH = "url.path"
+URL_SCHEME = "url.scheme"
+
+GEN_AI_OPERATION_NAME = "gen_ai.operation.name"
+GEN_AI_PROVIDER_NAME = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL = "gen_ai.request.model"
+GEN_AI_REQUEST_CHOICE_COUNT = "gen_ai.request.choice.count"
+GEN_AI_REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+GEN_AI_REQUEST_TEMPERATURE = "gen_ai.request.temperature"
+GEN_AI_REQUEST_TOP_K = "gen_ai.request.top_k"
+GEN_AI_REQUEST_TOP_P = "gen_ai.request.top_p"
+GEN_AI_RESPONSE_ID = "gen_ai.response.id"
+GEN_AI_RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
+GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+GEN_AI_USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+GEN_AI_USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+FOREBAY = "forebay"
+
+FOREBAY_REQUEST_ID = "forebay.request.id"
+FOREBAY_CLASS = "forebay.request.class"
+FOREBAY_ORG = "forebay.org"
+FOREBAY_NUM_PREEMPTIONS = "forebay.request.preemptions"
+FOREBAY_NUM_REPLACEMENTS = "forebay.request.replacements"
+FOREBAY_EPOCH = "forebay.lease.epoch"
+FOREBAY_WORKER = "forebay.worker.id"
+FOREBAY_CANDIDATES = "forebay.pick.candidates"
+FOREBAY_NUM_CANDIDATES = "forebay.pick.num_candidates"
+FOREBAY_COST = "forebay.pick.cost"
+"""Prefix: forebay.pick.cost.TERM holds that term for each candidate, in the candidates' order."""
+FOREBAY_REFUSED = "forebay.pick.refused"
+FOREBAY_NUM_TOKENS = "forebay.num_tokens"
+FOREBAY_NUM_STEP_TOKENS = "forebay.step.tokens"
+FOREBAY_NUM_STEP_GENERATED_TOKENS = "forebay.step.generated_tokens"
+
+SPAN_QUEUE = "queue"
+SPAN_PICK = "pick"
+SPAN_LLM_REQUEST = "llm_request"
+SPAN_PREFILL = "prefill"
+SPAN_DECODE = "decode"
+SPAN_ENGINE_STEP = "engine_step"
+
+EVENT_FIRST_TOKEN = "first_token"  # noqa: S105  # no password
