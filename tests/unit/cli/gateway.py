@@ -19,6 +19,7 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         self.acts: list[Any] = []  # requests of operators
         self.tokens: list[Any] = []
         self.cancelled = threading.Event()
+        self.fleet_is_empty = False
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> AsyncIterator[inference_pb2.ChatResponse]:  # type: ignore[override]
         self.asked.append(request)
@@ -57,9 +58,11 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def GetFleet(self, request: Any, context: Any) -> admin_pb2.GetFleetResponse:  # type: ignore[override]
+        if self.fleet_is_empty:
+            return admin_pb2.GetFleetResponse()
         registration = scheduler_pb2.Register(worker_id="worker-1", max_sequences=32)
         registration.models.add(model="tiny@fp32", num_blocks=100)
-        beat = scheduler_pb2.Heartbeat(healthy=True, num_running=3, num_used_blocks=40, utilization=0.5)
+        beat = scheduler_pb2.Heartbeat(healthy=True, num_running=3, num_used_blocks=40, utilization=0.5, temperature_celsius=61)
         workers = [admin_pb2.WorkerState(registration=registration, heartbeat=beat, ready=True)]
         registration = scheduler_pb2.Register(worker_id="worker-2", max_sequences=32, models=registration.models)
         workers.append(
