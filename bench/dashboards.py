@@ -43,6 +43,8 @@ orgs:
 """
 SMALL = {"FOREBAY_MAX_SEQUENCES": "4", "FOREBAY_MAX_QUEUED": "6", "FOREBAY_HOST_MEMORY": "32MB", "FOREBAY_KV_MEMORY": "24MB"}
 """So that 24 clients queue, preempt and are shed, and what the cache evicts comes back from the host."""
+TRACED = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+"""Nobody takes the spans; latencies bear their traces all the same."""
 VARIABLES = {"$__rate_interval": "15s", "$org": ".*", "$instance": ".*", "$model": ".*"}
 _READY_SECONDS = 20.0
 
@@ -63,10 +65,20 @@ class Prometheus:
 
     def values(self, expression: str) -> list[float]:
         """What an expression comes to now, without what is no number."""
-        for variable, value in VARIABLES.items():
-            expression = expression.replace(variable, value)
-        values = [float(row["value"][1]) for row in self.ask("query", query=expression)["result"]]
+        values = [float(row["value"][1]) for row in self.ask("query", query=filled(expression))["result"]]
         return [value for value in values if not math.isnan(value)]
+
+    def exemplars(self, expression: str, start: float, end: float) -> list[str]:
+        """Trace ids that the expression's series bear, of this time."""
+        series = self.ask("query_exemplars", query=filled(expression), start=str(start), end=str(end))
+        return [exemplar["labels"]["trace_id"] for row in series for exemplar in row["exemplars"]]
+
+
+def filled(expression: str) -> str:
+    """With values for Grafana's variables."""
+    for variable, value in VARIABLES.items():
+        expression = expression.replace(variable, value)
+    return expression
 
 
 def configuration(addresses: Mapping[str, str]) -> dict[str, Any]:
@@ -147,6 +159,17 @@ def broken_rules(server: Prometheus) -> list[str]:
     return failing + silent
 
 
+def missing_exemplars(server: Prometheus) -> list[str]:
+    """Panels that are to lead to traces, and lead to none."""
+    now = time.time()
+    traced = [(name, panel) for name, dashboard in DASHBOARDS.items() for panel in dashboard.panels if panel.traces]
+    return [
+        f"{name}: {panel.title}"
+        for name, panel in traced
+        if not any(server.exemplars(expression, now - 60, now) for expression in panel.queries.values())
+    ]
+
+
 def down_targets(server: Prometheus) -> list[str]:
     """Those that a scrape has failed of."""
     return [target["scrapeUrl"] for target in server.ask("targets")["activeTargets"] if target["health"] != "up"]
@@ -156,7 +179,13 @@ async def _look_under_load(mesh: Mesh, server: Prometheus, seconds: float) -> di
     """What is wrong, by figure, while the load goes on."""
     load = asyncio.create_task(Traffic(mesh, ("acme", "meter", "birch")).run(clients=24, seconds=seconds + 10))
     await asyncio.sleep(seconds)
-    checks = {"panels_empty": empty_panels, "series_unknown": unknown_series, "rules_broken": broken_rules, "targets_down": down_targets}
+    checks = {
+        "panels_empty": empty_panels,
+        "panels_traceless": missing_exemplars,
+        "series_unknown": unknown_series,
+        "rules_broken": broken_rules,
+        "targets_down": down_targets,
+    }
     found = {name: await asyncio.to_thread(check, server) for name, check in checks.items()}
     load.cancel()
     await asyncio.wait({load})
@@ -174,7 +203,7 @@ def main() -> None:
         policy = Path(folder) / "policy.yaml"
         policy.write_text(POLICY)
         with (
-            started(["--workers", "2", "--policy", str(policy)], SMALL) as mesh,
+            started(["--workers", "2", "--policy", str(policy)], {**SMALL, **TRACED}) as mesh,
             prometheus(configuration(internal_addresses(mesh))) as server,
         ):
             found = asyncio.run(_look_under_load(mesh, server, arguments.seconds))

@@ -1,4 +1,4 @@
-"""What deploy/compose.yaml mounts, made where it isn't there yet: keys and a token, passwords, and .env with the default model.
+"""What compose.yaml mounts, made where it isn't there yet: keys and a token, passwords, certificates; and .env with the default model.
 
 Usage: python tools/compose_files.py [FOLDER], the folder of compose.yaml.
 """
@@ -8,7 +8,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from services.cli import keys, models
+from services.cli import authority, keys, models
 
 _NUM_WORKERS = 2
 _PASSWORDS = ("valkey_password", "grafana_password")
@@ -18,13 +18,16 @@ def make(folder: Path) -> None:
     """The files in `folder`; those that are there stay as they are. Problem where the default model isn't installed."""
     secret_folder = folder / "secrets"
     keys.ensure(secret_folder)
+    authority.ensure(secret_folder)
     for name in _PASSWORDS:
         password = secret_folder / name
         if not password.exists():
             password.write_text(secrets.token_hex(32) + "\n")
     # Containers read them under a user id of their own; on this machine the folder keeps others out.
-    for name in (*_PASSWORDS, "token"):
-        (secret_folder / name).chmod(0o644)
+    for path in [secret_folder / name for name in (*_PASSWORDS, "token")] + [
+        authority.key(secret_folder, role) for role in authority.ROLES
+    ]:
+        path.chmod(0o644)
     environment = folder / ".env"
     if not environment.exists():
         environment.write_text(_environment(models.default(), max(1, len(os.sched_getaffinity(0)) // _NUM_WORKERS)))

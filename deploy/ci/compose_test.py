@@ -20,7 +20,7 @@ from deploy.ci.stack import DEPLOY, Stack
 from services.cli import models
 from tools import compose_files
 
-_BUILT = ("valkey", "scheduler-1", "gateway", "collector", "prometheus", "worker-1")
+_BUILT = ("valkey", "scheduler-1", "gateway", "prometheus", "worker-1")
 
 
 def _stack(environment: Mapping[str, str], folder: Path, ports: tuple[int, int, int]) -> tuple[Stack, Gateway]:

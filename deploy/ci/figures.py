@@ -32,6 +32,23 @@ gateway, others, ports = json.loads(sys.argv[1])
 found = [["gateway", p] for p in range(1, 65536) if is_open(gateway, p, 1)]
 print(json.dumps(found + [[name, p] for name, host in others for p in ports if is_open(host, p, 0.3)]))
 """
+# Who shows no certificate and greets as gRPC's HTTP/2 does, with and without TLS: does the port greet back?
+_GREET = """
+import json, socket, ssl, sys
+def greets(host, port, tls):
+    try:
+        s = socket.create_connection((host, port), 2)
+        if tls:
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            context.set_alpn_protocols(["h2"])
+            s = context.wrap_socket(s)
+        s.sendall(b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        return s.recv(9)[3:4] == bytes([4])
+    except OSError:
+        return False
+print(json.dumps([host for host, port in json.loads(sys.argv[1]) if greets(host, port, False) or greets(host, port, True)]))
+"""
 
 
 def all_of(stack: Stack, gateway: Gateway) -> Figures:
@@ -41,6 +58,7 @@ def all_of(stack: Stack, gateway: Gateway) -> Figures:
     yield from trace(stack)
     yield from targets(stack)
     yield from reach(stack)
+    yield from strangers(stack)
     yield from containment(stack)
     yield from worker_killed(stack, gateway)
     yield from gateway_recreated(stack, gateway)
@@ -76,8 +94,8 @@ def trace(stack: Stack) -> Figures:
 
     def most() -> int:
         services: dict[str, set[str]] = defaultdict(set)
-        for text in stack.compose("logs", "--no-log-prefix", "collector").splitlines():
-            span = json.loads(text)
+        printed = stack.compose("logs", "--no-log-prefix", "collector").splitlines()
+        for span in (json.loads(text) for text in printed if text.startswith("{")):
             services[span["trace"]].add(span["service"])
         return max(map(len, services.values()), default=0)
 
@@ -123,6 +141,16 @@ def reach(stack: Stack) -> Figures:
         if service != "gateway" or int(port.split("/")[0]) not in _GATEWAY_PORTS or binding["HostIp"] != "127.0.0.1"
     ]
     yield line("ports_beside_the_gateways", len(found) - len(promised) + len(published), "ports", 0, at_most=True)
+
+
+def strangers(stack: Stack) -> Figures:
+    """Schedulers and workers that speak with a container on their own network that has no certificate. The gateway's face must."""
+    asked = json.dumps([("gateway", 50051), *((f"scheduler-{n}", 50052) for n in (1, 2)), *((f"worker-{n}", 50061) for n in (1, 2))])
+    run = ("run", "--rm", "--network", f"{PROJECT}_mesh", "--entrypoint", "python3", "forebay-gateway:0.1.0", "-ISc", _GREET, asked)
+    found = json.loads(stack.docker(*run))
+    if "gateway" not in found:
+        raise RuntimeError("the gateway's gRPC face doesn't answer")
+    yield line("services_without_certificates", len(found) - 1, "services", 0, at_most=True)
 
 
 def containment(stack: Stack) -> Figures:

@@ -85,7 +85,7 @@ def _worker_columns(workers: list[admin_pb2.WorkerState]) -> list[Column]:
 def _numbers(worker: admin_pb2.WorkerState) -> dict[str, str]:
     """Cells by title. The last numbers of a worker that is gone are no news: of such a one only the sizes are shown."""
     registration, beat = worker.registration, worker.heartbeat
-    current = _is_current(worker)
+    current = is_current(worker)
     num_blocks = sum(model.num_blocks for model in registration.models)
     return {
         "slots": f"{beat.num_running if current else NOTHING}/{registration.max_sequences}",
@@ -98,7 +98,7 @@ def _numbers(worker: admin_pb2.WorkerState) -> dict[str, str]:
     }
 
 
-def _is_current(worker: admin_pb2.WorkerState) -> bool:
+def is_current(worker: admin_pb2.WorkerState) -> bool:
     """Whether its heartbeat tells of now: it takes work, or has just said itself why it doesn't."""
     said_why = worker.heartbeat.draining or not worker.heartbeat.healthy
     return worker.ready or (worker.HasField("heartbeat") and said_why and worker.heartbeat_age_seconds <= _CURRENT_SECONDS)

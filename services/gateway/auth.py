@@ -22,12 +22,12 @@ from jwt.exceptions import (
 from services.common.errors import Code, StatusError
 from services.gateway.keys import KeySource
 from services.policy import api_key
+from services.policy import org as org_policy
 
 ROLES = frozenset({"user", "operator"})
 MAX_TOKEN_BYTES = 16 << 10
 LEEWAY_SECONDS = 30
 _MAX_SUBJECT_CHARS = 256
-_ORG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _COMPACT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
 
 
@@ -130,7 +130,7 @@ class Authenticator:
     @staticmethod
     def _caller(claims: Mapping[str, Any]) -> Caller:
         org, subject, roles = claims.get("owner"), claims.get("sub", ""), claims.get("roles", ["user"])
-        if not isinstance(org, str) or not _ORG.fullmatch(org):
+        if not isinstance(org, str) or not org_policy.NAME.fullmatch(org):
             raise refused("its owner claim is not an org: 1 to 128 letters, digits, '.', '_' and '-'")
         if not isinstance(subject, str) or len(subject) > _MAX_SUBJECT_CHARS or not subject.isprintable():
             raise refused(f"its sub claim is not a text of at most {_MAX_SUBJECT_CHARS} printable characters")

@@ -20,6 +20,7 @@ from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
 from services.common import log, tracing
 from services.common.errors import Code, StatusError, from_rpc, unavailable
 from services.common.tracing import Span
+from services.gateway.course import Course
 from services.gateway.mesh import Mesh
 from services.gateway.placing import Deadline, Placement
 from services.gateway.request import Generation
@@ -82,7 +83,8 @@ class MeshCall:
         self._on_lease = on_lease
         self._start = mesh.clock()
         self._deadline = Deadline(generation.deadline_seconds, mesh.clock)
-        self._placement = Placement(mesh, generation, self._deadline, span)
+        self._course = Course(generation, mesh.clock)
+        self._placement = Placement(mesh, generation, self._deadline, self._course.queued, span)
         self._span = span
         self._accepted = False  # by any worker
         self._running = False  # accepted by the present one
@@ -97,9 +99,11 @@ class MeshCall:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._open is not None:
             self._open.cancel()
-        for epoch in self._placement.epochs:
-            request = self._finish_request(error, epoch)
-            tracing.inside(self._span, partial(self._mesh.finish, request))
+        ends = [self._finish_request(error, epoch) for epoch in self._placement.epochs or ([0] if self._is_worth_telling(error) else [])]
+        for end in ends[:1]:
+            end.explanation.CopyFrom(self._course.explanation(end, self._span.traceparent))
+        for end in ends:
+            tracing.inside(self._span, partial(self._mesh.finish, end))
 
     @property
     def finished(self) -> bool:
@@ -132,7 +136,9 @@ class MeshCall:
         """
         refusals = 0
         for attempt in range(1, self._mesh.limits.max_attempts + 1):
+            self._course.asked()
             lease = await self._placement.lease(sum(len(choice.token_ids) for choice in self.choices))
+            self._course.leased(lease)
             self._on_lease(lease)
             try:
                 async with aclosing(self._attempt(lease)) as events:
@@ -140,6 +146,7 @@ class MeshCall:
                         yield event
                 return
             except _WorkerLost as lost:
+                self._course.done("" if self.finished else "unreachable" if lost.unreachable else "refused")
                 _log.info("worker_lost", request_id=lease.request_id, worker=lease.worker_id, epoch=lease.epoch, why=str(lost))
                 if self.finished:
                     return
@@ -172,6 +179,7 @@ class MeshCall:
                 if not self.finished:
                     raise _WorkerLost("the worker ended the stream early", unreachable=False)
             finally:
+                self._course.done()
                 if self._open is not None:
                     self._open.cancel()
 
@@ -179,13 +187,18 @@ class MeshCall:
         match message.WhichOneof("event"):
             case "accepted":
                 self._running = True
+                self._course.accepted()
                 if not self._accepted:
                     self._accepted = True
                     yield message.accepted
             case "deltas":
                 self.cached_tokens = max(self.cached_tokens, message.deltas.num_cached_tokens)
+                self._course.goes_on(message.deltas.timeline if message.deltas.HasField("timeline") else None)
                 yield from self._fresh_deltas(message.deltas.deltas)
+            case "ping" if message.ping.waiting:
+                self._course.waits()
             case "completed":
+                self._course.completed(message.completed.timeline if message.completed.HasField("timeline") else None)
                 self.cached_tokens = max(self.cached_tokens, message.completed.usage.cached_tokens)
                 self.preemptions += message.completed.usage.preemptions
 
@@ -282,6 +295,11 @@ class MeshCall:
             tpot_target_seconds=lease.tpot_target_seconds,
             waited_seconds=self._mesh.clock() - self._start,
         )
+
+    def _is_worth_telling(self, error: BaseException | None) -> bool:
+        """Whether there was a ticket though there is no lease: of a request that no queue took up there is nothing to explain."""
+        late_or_shed = isinstance(error, StatusError) and (error.code is Code.DEADLINE_EXCEEDED or error.reason == "SHED")
+        return self._course.was_queued or late_or_shed
 
     def _finish_request(self, error: BaseException | None, epoch: int) -> scheduler_pb2.FinishRequest:
         code, reason = _outcome(error, self.choices[0].finish_reason)

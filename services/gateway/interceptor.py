@@ -4,6 +4,7 @@ StatusErrors become statuses with details, and no client's mistake is INTERNAL.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -20,11 +21,17 @@ _log = log.get(__name__)
 
 MESSAGE_SECONDS = 30.0
 _caller: ContextVar[Caller] = ContextVar("caller")
+_received_at: ContextVar[float] = ContextVar("received_at")
 
 
 def caller() -> Caller:
     """Whose call this is."""
     return _caller.get()
+
+
+def received_at() -> float:
+    """When this call came, by the process's monotonic clock."""
+    return _received_at.get()
 
 
 class Edge(grpc.aio.ServerInterceptor):
@@ -50,6 +57,7 @@ class Edge(grpc.aio.ServerInterceptor):
     ) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
         async def call(messages: AsyncIterator[bytes], context: Any) -> Any:
             status = Code.CANCELLED
+            _received_at.set(time.monotonic())
             try:
                 _caller.set(await self._authenticate(context, name))
                 with self._gateway.calls.one():

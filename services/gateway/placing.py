@@ -46,8 +46,17 @@ class Deadline:
 class Placement:
     """Leases of one request, one after another."""
 
-    def __init__(self, mesh: Mesh, generation: Generation, deadline: Deadline, span: Span = tracing.OFF) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        generation: Generation,
+        deadline: Deadline,
+        on_queued: Callable[[int], None] = lambda _: None,
+        span: Span = tracing.OFF,
+    ) -> None:
+        """`on_queued` hears how many are before it."""
         self._mesh = mesh
+        self._on_queued = on_queued
         self._model = generation.model
         self._ticket = _ticket(generation, span)
         self._span = span
@@ -129,6 +138,7 @@ class Placement:
                     raise StatusError(Code.UNAVAILABLE, "it ended the placement without a word")
                 if event.HasField("placed"):
                     return event.placed
+                self._on_queued(event.queued.position)
                 silence = None  # it knows the ticket; the connection's keepalive watches from here
         except TimeoutError:
             raise StatusError(Code.UNAVAILABLE, "it is silent") from None

@@ -47,6 +47,7 @@ class Generation:
     deadline_seconds: float  # from admission
     lowered_from: LatencyClass = UNSPECIFIED  # what was asked for, where the org's ceiling lowered it
     reply: ReplyForm = PLAIN  # what is taken out of the text
+    received_at: float = 0.0  # by the process's monotonic clock: when the gateway saw it first; 0: nobody looked
     operation: Literal["chat", "text_completion"] = "text_completion"
 
 
@@ -63,6 +64,7 @@ class Envelope:
     label: object = None  # the client's, unchecked
     echo: bool = False
     max_tokens_cap: int = 32_768
+    received_at: float = 0.0
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, ours: str) -> str:
@@ -171,6 +173,7 @@ class _Head:
             echo=envelope.echo,
             label=self.label,
             deadline_seconds=self.deadline_seconds,
+            received_at=envelope.received_at,
         )
 
 

@@ -16,7 +16,7 @@ from services.gateway.admin import AdminService
 from services.gateway.conversation import ChatOptions
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Event, Generations
-from services.gateway.interceptor import Edge, caller
+from services.gateway.interceptor import Edge, caller, received_at
 from services.gateway.models import ServedModel
 from services.gateway.request import Envelope, admit_chat, admit_completion, count_chat_tokens, count_tokens
 
@@ -106,6 +106,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             label=request.label or None,
             echo=echo,
             max_tokens_cap=self._gateway.max_tokens_cap,
+            received_at=received_at(),
         )
 
     async def _stream(self, events: AsyncGenerator[Event], context: Context, response: type[Response]) -> None:

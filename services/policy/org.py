@@ -1,5 +1,6 @@
 """What an org was promised: quotas, classes, models, shares. 0 means without limit where a limit is meant."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,6 +9,8 @@ from services.policy.classes import REALTIME, STANDARD
 
 ANY_ORG = "*"
 """How the policy of orgs that nobody names is called."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""What an org may be called, by a token's `owner` or by an operator."""
 MOST_PER_MINUTE = 10**11
 """Of rates and bursts: sixty thousand times as much is still an exact double, in which Redis counts."""
 

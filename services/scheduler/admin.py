@@ -10,13 +10,14 @@ import grpc
 from forebay.v1 import admin_pb2, admin_pb2_grpc, explain_pb2, types_pb2
 from services.common import errors
 from services.common.errors import StatusError, invalid
+from services.policy.org import ANY_ORG
 from services.scheduler import keys
 from services.scheduler.api_keys import KeyInfo
 from services.scheduler.audit import Act
 from services.scheduler.orgs import MAX_OVERRIDDEN
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.usage import MAX_DAYS
-from services.scheduler.wire import MAX_ID_LENGTH, check_id, key_to_proto, org_to_proto, usage_to_proto
+from services.scheduler.wire import MAX_ID_LENGTH, check_id, check_new_org, key_to_proto, org_to_proto, usage_to_proto
 
 MAX_LISTED_ACTS = 1000
 _LISTED_ACTS = 100
@@ -56,7 +57,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def _set_org(self, act: Act, request: admin_pb2.SetOrgRequest) -> types_pb2.OrgPolicy:
         orgs, org = self._scheduler.orgs, request.policy.org
-        check_id("policy.org", org)
+        if org != ANY_ORG:  # which has a refusal of its own
+            check_new_org("policy.org", org)
         await orgs.refresh()  # Or what was set through another scheduler just now would be lost.
         known = orgs.stored(org)
         overrides = orgs.overrides_with(org, request.policy, list(request.fields))
@@ -87,7 +89,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.CreateKeyResponse(key=key, info=key_to_proto(info))
 
     async def _create_key(self, request: admin_pb2.CreateKeyRequest) -> tuple[str, KeyInfo]:
-        check_id("org", request.org)
+        check_new_org("org", request.org)
         return await self._scheduler.api_keys.create(
             request.actor, request.org, request.name, list(request.roles), request.lifetime_seconds
         )

@@ -19,6 +19,10 @@ MAX_HEADS = 64
 """Tickets of one queue that are looked at in one round."""
 
 
+MAX_WAITED = 10_000
+"""Tickets of which it is remembered why they weren't placed."""
+
+
 class Dispatcher:
     """`rules` gives those in force; `delivered` is told of each lease, and the name of its line."""
 
@@ -39,6 +43,7 @@ class Dispatcher:
         self._poll_seconds = poll_seconds
         self._delivered = delivered
         self._woken = asyncio.Event()
+        self._waited: dict[str, str] = {}  # request id -> why it wasn't placed at the last look
 
     def wake(self) -> None:
         """There is a new ticket, or room."""
@@ -61,7 +66,9 @@ class Dispatcher:
             return False
         rules = self._rules()
         view = await self._ledger.view(workers, MAX_HEADS, preemptible=rules.preemptible)
-        placements = plan(Order(view.fifos, rules, view.recent), view.workers, rules)
+        if len(self._waited) > MAX_WAITED:  # of tickets that others have placed, or that are gone
+            self._waited.clear()
+        placements = plan(Order(view.fifos, rules, view.recent), view.workers, rules, self._waited)
         outcomes = await self._ledger.commit(placements, rules)
         for placement, outcome in zip(placements, outcomes, strict=True):
             self._report(placement, outcome)

@@ -8,6 +8,7 @@ from typing import Any
 from services.policy.classes import BATCH, REALTIME
 from services.policy.org import OrgPolicy
 from services.scheduler import keys
+from services.scheduler.policy import decision
 from services.scheduler.policy.order import Fifo, Ticket, expected_output
 from services.scheduler.policy.pick import Placement, Worker, share_blocks
 from services.scheduler.policy.rules import Rules
@@ -40,12 +41,14 @@ class Lease:
     queued_seconds: float
     quota: QuotaState = field(default=UNKNOWN, compare=False)
     """Where the org stood when this was asked for; unknown, and left empty, where it was not."""
+    decision: str = field(default="", compare=False)
+    """Why it goes there, as policy/decision.py writes it; empty where that isn't known."""
 
     @classmethod
     def parse(cls, reply: Sequence[Any]) -> "Lease":
         """From a script's flat list."""
-        request_id, epoch, worker_id, incarnation, address, queued_ms = reply
-        return cls(str(request_id), int(epoch), str(worker_id), str(incarnation), str(address), float(queued_ms) / 1000)
+        request_id, epoch, worker_id, incarnation, address, queued_ms, why = reply
+        return cls(str(request_id), int(epoch), str(worker_id), str(incarnation), str(address), float(queued_ms) / 1000, decision=str(why))
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,7 @@ class Ledger:
         args: list[str | int | float] = [ticket.request_id, w.worker_id, w.incarnation, w.address, p.num_slots, p.num_blocks]
         args += [w.max_slots, p.max_blocks, counted, self._id, share_blocks(p.max_blocks, org)]
         args += [ticket.num_prompt_tokens, expected_output(ticket, rules.output_estimate), org.weight]
+        args.append("" if p.decision is None else decision.dumps(p.decision, self._id.rpartition("/")[0] or self._id))
         return Call("commit", key_names, args)
 
     async def finish(self, request_id: str, epoch: int, used: Settlement, record: Call | None = None) -> tuple[bool, str]:

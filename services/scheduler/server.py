@@ -20,7 +20,7 @@ from services.scheduler.policy.pick import impossible
 from services.scheduler.registry import as_worker
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.waiting import Position, Waiter, deadline_passed
-from services.scheduler.wire import check_id, org_to_proto, read_settlement
+from services.scheduler.wire import check_id, decision_to_proto, org_to_proto, read_settlement
 
 LOG = log.get(__name__)
 MAX_TRACEPARENT = 55
@@ -143,6 +143,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 ttft_target_seconds=promised.ttft_target_ms / 1000,
                 tpot_target_seconds=promised.tpot_target_ms / 1000,
                 quota=waiter.quota.to_proto(),
+                decision=decision_to_proto(lease.decision),
             )
         )
 

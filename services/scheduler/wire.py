@@ -1,10 +1,11 @@
 """What the wire says, as the scheduler's own nouns, and back. Decides nothing but what makes no sense."""
 
-from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
+from forebay.v1 import admin_pb2, explain_pb2, scheduler_pb2, types_pb2
 from services.common.errors import Code, invalid
-from services.policy.org import OrgPolicy
+from services.policy.org import NAME, OrgPolicy
 from services.scheduler.api_keys import KeyInfo
 from services.scheduler.ledger import Settlement
+from services.scheduler.policy.decision import TERMS, loads
 from services.scheduler.usage import UsageRow
 
 MAX_ID_LENGTH = 256
@@ -14,6 +15,12 @@ def check_id(name: str, value: str) -> None:
     """INVALID_ARGUMENT for what can't be a name."""
     if not 0 < len(value) <= MAX_ID_LENGTH:
         raise invalid(name, f"{name} has {len(value)} characters; it must have 1 to {MAX_ID_LENGTH}")
+
+
+def check_new_org(name: str, value: str) -> None:
+    """INVALID_ARGUMENT for what no token could name as its org; what was once set for such a one can still be listed and taken back."""
+    if not NAME.fullmatch(value):
+        raise invalid(name, f"{name} is {value[:40]!r}; an org has 1 to 128 letters, digits, '.', '_' and '-'")
 
 
 def read_settlement(request: scheduler_pb2.FinishRequest) -> Settlement:
@@ -29,6 +36,28 @@ def read_settlement(request: scheduler_pb2.FinishRequest) -> Settlement:
         cached_tokens=max(0, request.usage.cached_tokens),
         failed=request.status_code not in (ok, left),
         free=request.status_code not in (ok, left, late) and not read_slowly,
+    )
+
+
+def decision_to_proto(text: str) -> explain_pb2.Decision | None:
+    """A decision as it was kept with the ticket, for the wire; None where none was."""
+    decision = loads(text)
+    if decision is None:
+        return None
+    candidates = [
+        explain_pb2.Candidate(
+            worker_id=candidate.worker_id,
+            chosen=number == 0,
+            cost=[explain_pb2.CostTerm(name=name, value=value) for name, value in zip(TERMS, candidate.cost, strict=False)],
+            refused=candidate.refused,
+        )
+        for number, candidate in enumerate(decision.candidates)
+    ]
+    return explain_pb2.Decision(
+        scheduler_id=decision.scheduler_id,
+        num_candidates=decision.num_candidates,
+        candidates=candidates,
+        waited_for=decision.waited_for,
     )
 
 

@@ -5,17 +5,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
+from forebay.v1 import explain_pb2, scheduler_pb2, types_pb2, worker_pb2
 from services.common import tracing
 from services.common.errors import Code, StatusError, unavailable
 from services.common.tracing import Span
 from services.worker.engine.grammar import Grammar
 from services.worker.engine.request import EngineRequest, FinishReason, TokenOutput
+from services.worker.engine.timeline import Snapshot
 from services.worker.engine_loop import EngineLoop
 from services.worker.metrics import Ended, Metrics
 from services.worker.outbox import Outbox, Pace
 from services.worker.spans import trace_request
-from services.worker.wire import Served, to_engine
+from services.worker.wire import Served, timeline, to_engine
 
 MAX_WAITING = 2
 """Sequences that may wait beyond the slots; more wait better at the scheduler, which knows other workers."""
@@ -41,6 +42,7 @@ class Lease:
         self._num_preemptions: dict[int, int] = {}
         self.end_reason = "abort"
         self.arrived_at = time.monotonic()
+        self.timeline: Snapshot | None = None  # the latest
         self.span = tracing.OFF  # of the call that brought it
         self._metrics = metrics
         self._token_at: dict[int, float] = {}  # choice -> when its last token came
@@ -76,9 +78,15 @@ class Lease:
             accepted_tokens=self.num_accepted_tokens,
         )
 
+    @property
+    def told_timeline(self) -> explain_pb2.Timeline:
+        """What became of it so far; empty where the engine has said nothing yet."""
+        return explain_pb2.Timeline() if self.timeline is None else timeline(self.timeline, self.arrived_at)
+
     def push(self, output: TokenOutput) -> None:
         """New tokens of one choice. A choice that the engine could not go on with fails the request."""
         self._account(output)
+        self.timeline = output.timeline or self.timeline
         if output.finish_reason is FinishReason.ERROR:
             self.fail(_failure(output))
             return

@@ -58,12 +58,16 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _stream(self, lease: Lease, context: Context, deadline: float | None) -> None:
         await self._write(context, Response(accepted=worker_pb2.Accepted(fingerprint=self._served.fingerprint)))
+        told = None
         while (news := await lease.outbox.next(deadline)) is not News.ENDED:
             if news is News.SILENCE:
                 await self._write(context, Response(ping=worker_pb2.Ping(waiting=self._leases.is_waiting(lease))))
             else:
+                if lease.timeline is not told and lease.num_sequences:  # where all has ended, Completed tells more
+                    told = lease.timeline
+                    news.timeline.MergeFrom(lease.told_timeline)
                 await self._write(context, Response(deltas=news))
-        await self._write(context, Response(completed=worker_pb2.Completed(usage=lease.usage)))
+        await self._write(context, Response(completed=worker_pb2.Completed(usage=lease.usage, timeline=lease.told_timeline)))
 
     async def _write(self, context: Context, response: Response) -> None:
         """Sends a message; StatusError where the reader doesn't take it."""

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from forebay.v1 import types_pb2, worker_pb2
+from forebay.v1 import explain_pb2, types_pb2, worker_pb2
 from services.common.errors import Code, StatusError, invalid
 from services.text.compiler import Compiler
 from services.worker.engine.grammar import Grammar
 from services.worker.engine.request import EngineRequest, FinishReason, SamplingParams, TokenLogprob, TokenOutput
+from services.worker.engine.timeline import Phase, Snapshot
 
 _NO_DRAFT, _REFUSED, _ACCEPTED = 0, 1, 2  # verdicts, as worker.proto says
 MAX_CHOICES = 16
@@ -119,6 +120,29 @@ def size(output: TokenOutput) -> int:
     for position in (*output.logprobs, *output.prompt_logprobs):
         num_bytes += 16 + 12 * (1 + len(position.top))
     return num_bytes
+
+
+def timeline(snapshot: Snapshot, received_at: float) -> explain_pb2.Timeline:
+    """For the wire. `received_at`, by the engine's clock: what comes before the engine looked is waiting, too."""
+    seconds = snapshot.seconds
+    return explain_pb2.Timeline(
+        events=[
+            explain_pb2.TimelineEvent(
+                kind=explain_pb2.TimelineEventKind.ValueType(event.kind),
+                at_seconds=event.at - received_at,
+                choice_index=event.choice_index,
+                num_tokens=event.num_tokens,
+                num_cached_tokens=event.num_cached_tokens,
+                num_chunks=event.num_chunks,
+            )
+            for event in snapshot.events
+        ],
+        waiting_seconds=max(0.0, snapshot.began - received_at) + seconds[Phase.WAITING],
+        prefill_seconds=seconds[Phase.PREFILL],
+        decode_seconds=seconds[Phase.DECODE],
+        preempted_seconds=seconds[Phase.PREEMPTED],
+        num_dropped_events=snapshot.num_dropped_events,
+    )
 
 
 def _token_logprob(token: TokenLogprob) -> types_pb2.TokenLogprob:

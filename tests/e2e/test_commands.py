@@ -8,7 +8,7 @@ import pytest
 
 from services.cli import screen
 from services.cli.home import Home
-from tests.e2e.mesh import FOREBAY, Mesh
+from tests.e2e.mesh import FOREBAY, Mesh, wait_until
 from tests.unit.cli.terminal import CTRL_C, CTRL_D, Terminal
 
 
@@ -31,6 +31,27 @@ def test_run_json(mesh: Mesh) -> None:
     assert answer["usage"]["completion_tokens"] <= 8
     assert answer["ttft_seconds"] > 0
     assert answer["finish_reason"] in ("stop", "length")
+
+
+def test_explain_tells_where_the_time_of_a_request_went(mesh: Mesh) -> None:
+    answer = json.loads(mesh.forebay("run", "--json", "--temperature", "0", "--max-tokens", "8", "Name the capital of France.").stdout)
+    request_id = answer["request_id"]
+    wait_until(lambda: mesh.forebay("explain", request_id).returncode == 0, "the record is there")
+    record = json.loads(mesh.forebay("explain", "--json", request_id).stdout)
+    (attempt,) = record["attempts"]
+    parts = [part["seconds"] for part in attempt["parts"]]
+    assert record["admit_seconds"] + sum(parts) == pytest.approx(record["total_seconds"])
+    kinds = [event["kind"].removeprefix("TIMELINE_EVENT_KIND_") for event in attempt["timeline"]["events"]]
+    assert (kinds[0], kinds[-1]) == ("ADMITTED", "ENDED")
+    assert {"PREFILL", "FIRST_TOKEN"} <= set(kinds)
+    (candidate,) = attempt["decision"]["candidates"]
+    assert candidate["chosen"]
+    assert {term["name"] for term in candidate["cost"]} == {"waiting", "preempted", "load", "rivals", "cache"}
+    shown = mesh.forebay("explain", request_id).stdout
+    assert all(word in shown for word in ("queue", "decode", "worker-1", "chosen", "first token"))
+    assert "France" not in json.dumps(record)
+    unknown = mesh.forebay("explain", "nobody")
+    assert (unknown.returncode, len(unknown.stderr.splitlines())) == (1, 1)
 
 
 def test_a_question_may_come_through_a_pipe(mesh: Mesh) -> None:

@@ -128,6 +128,13 @@ async def test_all_others_are_no_org_to_set(pair: Pair) -> None:
     assert "change the default tier" in error.message
 
 
+@pytest.mark.parametrize("org", ["", "a\nb", "a b", "x" * 129])
+async def test_an_org_that_no_token_could_name_is_refused(pair: Pair, org: str) -> None:
+    error = await _error(pair[0].admin.SetOrg(_set(org, ["weight"], weight=2)))
+    assert [violation.field for violation in error.violations] == ["policy.org"]
+    assert (await pair[0].admin.ListOrgs(admin_pb2.ListOrgsRequest())).overridden == []
+
+
 async def test_who_does_something_must_be_named(pair: Pair) -> None:
     request = _set("acme", ["weight"], weight=2)
     request.actor = ""
@@ -189,6 +196,8 @@ async def test_an_expired_key_is_worthless(pair: Pair) -> None:
         ({"lifetime_seconds": -1.0}, "lifetime_seconds"),
         ({"lifetime_seconds": float("nan")}, "lifetime_seconds"),
         ({"org": ""}, "org"),
+        ({"org": "*"}, "org"),
+        ({"org": "a\x07b"}, "org"),
     ],
 )
 async def test_a_key_that_cannot_be_is_refused_by_name(pair: Pair, fields: dict[str, Any], field: str) -> None:

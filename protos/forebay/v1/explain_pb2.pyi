@@ -141,7 +141,8 @@ class Decision(_message.Message):
     waited_for: _builtins.str
     """Why it wasn't placed the last time that this scheduler looked: "room" (no worker had slots and blocks free for its class), "share" (its
     org's leases fill the org's share of every cache), "kept" (what was free is kept for a ticket before it), "excluded" (its gateway
-    can't reach the workers) or "unserved" (no worker could hold it). Empty: it was placed at the first look, or others looked.
+    can't reach the workers) or "unserved" (no worker could hold it). Empty: it was placed at the first look, or another scheduler looked;
+    while no worker has a slot free for its class, nobody looks.
     """
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
@@ -234,7 +235,9 @@ Global___CostTerm: _TypeAlias = CostTerm  # noqa: Y015
 
 @_typing.final
 class Timeline(_message.Message):
-    """What became of a request on its worker, up to the moment it is sent. Seconds count from the worker's receipt of the call."""
+    """What became of a request on its worker, up to the moment it is sent. Seconds count from when the worker took the call up, its grammar
+    compiled.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -245,15 +248,15 @@ class Timeline(_message.Message):
     PREEMPTED_SECONDS_FIELD_NUMBER: _builtins.int
     NUM_DROPPED_EVENTS_FIELD_NUMBER: _builtins.int
     waiting_seconds: _builtins.float
-    """Disjoint phases of the request as a whole; their sum is the time from the receipt to the moment that this was written. A request with
-    several choices is in the latest of the phases, as listed from the last to the first here, that any of its choices is in.
+    """Disjoint phases of the request as a whole; their sum is the time from there to the moment that this was written. Of several choices
+    any that decodes makes it decode; else one whose prompt is computed, prefill; else one that was preempted, preempted; else it waits.
     """
     prefill_seconds: _builtins.float
     """Its prompt was computed: from the first choice's admission to the first token."""
     decode_seconds: _builtins.float
     """Tokens were generated, steps that others took part in included."""
     preempted_seconds: _builtins.float
-    """No choice went on because of a preemption: waiting again, and computing again what was lost."""
+    """No choice went on because of a preemption: waiting again and, behind its first token, computing again what was lost."""
     num_dropped_events: _builtins.int
     """Events left out."""
     @_builtins.property
@@ -293,7 +296,7 @@ class TimelineEvent(_message.Message):
     kind: Global___TimelineEventKind.ValueType
     """What happened."""
     at_seconds: _builtins.float
-    """Seconds since the worker's receipt."""
+    """Seconds since the worker took the call up; of joined chunks, when the first of them was done."""
     choice_index: _builtins.int
     """Choice that it happened to, 0 .. n-1."""
     num_tokens: _builtins.int
@@ -447,7 +450,7 @@ class Explanation(_message.Message):
     received_at: _builtins.float
     """Unix seconds of the gateway's first sight of it, by the gateway's clock."""
     total_seconds: _builtins.float
-    """Seconds from then to the end: to the last byte handed to the client's connection, or to the client's leaving."""
+    """Seconds from then to the end: until the client's connection has taken the last event, or the client has left."""
     ttft_seconds: _builtins.float
     """Seconds from then to the first token; 0: there was none."""
     finish_reason: _types_pb2.FinishReason.ValueType

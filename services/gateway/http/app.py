@@ -189,6 +189,7 @@ class Face:
             label=label,
             echo=echo,
             max_tokens_cap=self._gateway.max_tokens_cap,
+            received_at=request.state.received_at,
             names={"label": "x-request-id", **(names or {})},
         )
 

@@ -4,6 +4,7 @@ The client's x-request-id is echoed and is a label only; where there is none, th
 """
 
 import asyncio
+import time
 from contextlib import nullcontext
 from typing import Any
 from uuid import uuid4
@@ -38,7 +39,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         headers = {"x-request-id": uuid4().hex}
-        scope.setdefault("state", {})["answer_headers"] = headers
+        scope.setdefault("state", {}).update(answer_headers=headers, received_at=time.monotonic())
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         started = False
 

@@ -2,7 +2,7 @@
 -- KEYS: 1 ticket, 2 worker, 3 the worker's leases, 4 what was placed of the model lately
 -- ARGV: 1 request id, 2 worker id, 3 incarnation, 4 address, 5 slots, 6 blocks, 7 slots in all, 8 blocks in all,
 --       9 lowest class whose holdings count against this one (3: all), 10 scheduler instance, 11 blocks that the org may hold,
---       12 tokens of the prompt, 13 output tokens expected, 14 the org's weight
+--       12 tokens of the prompt, 13 output tokens expected, 14 the org's weight, 15 why it goes there (JSON)
 -- Output: {'placed', lease...} | {'refused', why: ticket, deadline, incarnation, down, refusing, room or share}
 local id = ARGV[1]
 local t = read_ticket(id)
@@ -34,10 +34,10 @@ redis.call('HSET', KEYS[4], 'at', int(NOW), '1', real(recent[1]), '2', real(rece
 redis.call('EXPIRE', KEYS[4], IDLE_SECONDS)
 
 dequeue(t)
-t.epoch, t.worker, t.incarnation, t.address, t.placed = tonumber(t.epoch) + 1, ARGV[2], ARGV[3], ARGV[4], NOW
+t.epoch, t.worker, t.incarnation, t.address, t.placed, t.decision = tonumber(t.epoch) + 1, ARGV[2], ARGV[3], ARGV[4], NOW, ARGV[15]
 redis.call('HSET', KEYS[1], 'state', 'placed', 'epoch', int(t.epoch), 'worker', t.worker, 'incarnation', t.incarnation, 'address', t.address,
            'placed', int(NOW), 'slots', slots, 'blocks', blocks, 'counted_slots', slots, 'counted_blocks', blocks, 'started', 0,
-           'given', int(tokens), 'expected', int(expected), 'weight', t.weight)
+           'given', int(tokens), 'expected', int(expected), 'weight', t.weight, 'decision', t.decision)
 count_room(t, slots, blocks)
 redis.call('SADD', KEYS[3], id)
 redis.call('ZADD', K.starting, NOW, id)

@@ -9,7 +9,7 @@ end
 
 local FIELDS = {'state', 'epoch', 'order', 'enqueued', 'deadline', 'holder', 'queue', 'line', 'class', 'worker', 'incarnation',
                 'address', 'slots', 'blocks', 'counted_slots', 'counted_blocks', 'started', 'reason', 'tokens', 'placed',
-                'delivered', 'given', 'expected', 'weight'}
+                'delivered', 'given', 'expected', 'weight', 'decision'}
 
 -- The ticket's fields by name, or nil if there is no such ticket. Numbers are still strings.
 local function read_ticket(id)
@@ -28,7 +28,8 @@ end
 
 -- What a lease says to its gateway, flat.
 local function lease_of(t)
-  return {t.id, tonumber(t.epoch), t.worker, t.incarnation, t.address or '', math.max(0, tonumber(t.placed or 0) - tonumber(t.enqueued or 0))}
+  return {t.id, tonumber(t.epoch), t.worker, t.incarnation, t.address or '', math.max(0, tonumber(t.placed or 0) - tonumber(t.enqueued or 0)),
+          t.decision or ''}
 end
 
 -- A worker's field that counts the blocks of an org's leases.

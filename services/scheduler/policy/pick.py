@@ -1,10 +1,13 @@
 """Where a ticket runs: where it displaces least, then the least loaded worker. Changes nothing but its own sketch of the fleet."""
 
-from collections.abc import Iterable, Mapping
+import heapq
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from services.policy.classes import BATCH, REALTIME
 from services.policy.org import OrgPolicy
+from services.scheduler.policy.decision import MAX_CANDIDATES, Candidate, Decision
 from services.scheduler.policy.order import Order, Ticket, Turn
 from services.scheduler.policy.rules import Rules
 
@@ -43,6 +46,7 @@ class Placement:
     num_slots: int
     num_blocks: int
     max_blocks: int
+    decision: Decision | None = None
 
 
 def blocks_for(block_size: int, num_prompt_tokens: int, num_output_tokens: int, n: int) -> int:
@@ -93,6 +97,9 @@ def room(worker: Worker, model: ServedModel, latency_class: int, *, preemptible:
     return worker.max_slots - sum(worker.used_slots[: last + 1]), model.num_blocks - sum(worker.used_blocks[: last + 1])
 
 
+_Cost = tuple[int, float, float, float, float, str]
+
+
 @dataclass
 class _Sketch:
     """The fleet as it will be once the placements so far are committed."""
@@ -103,6 +110,8 @@ class _Sketch:
     behind may not take what room they gain, or a big ticket would wait for ever. More urgent classes may, as they preempt."""
     held_up: set[tuple[str, str, int]] = field(default_factory=set)
     """(org, model, class) with a ticket that waits for the org's own leases alone: so do the org's later ones."""
+    waited: MutableMapping[str, str] = field(default_factory=dict)
+    """Request id -> why it wasn't placed when it was looked at last."""
 
     def is_open(self, worker: Worker, ticket: Ticket) -> bool:
         return ticket.latency_class < self.kept.get(worker.worker_id, BATCH + 1)
@@ -115,14 +124,20 @@ class _Sketch:
         self.kept[worker.worker_id] = min(latency_class, self.kept.get(worker.worker_id, BATCH))
 
 
-def plan(order: Order, workers: Iterable[Worker], rules: Rules) -> list[Placement]:
-    """Placements for as many tickets as have room, in order. A ticket that has none keeps the worker closest to having it."""
-    sketch = _Sketch({worker.worker_id: worker for worker in workers})
+def plan(order: Order, workers: Iterable[Worker], rules: Rules, waited: MutableMapping[str, str] | None = None) -> list[Placement]:
+    """Placements for as many tickets as have room, in order. A ticket that has none keeps the worker closest to having it.
+
+    `waited`: request id -> why it wasn't placed the last time; brought up to date.
+    """
+    sketch = _Sketch({worker.worker_id: worker for worker in workers}, waited={} if waited is None else waited)
     placements = []
     for turn in order:
         if sketch.is_closed(REALTIME):
             break
-        placement = None if sketch.is_closed(turn.ticket.latency_class) else _place(turn, sketch, rules)
+        if sketch.is_closed(turn.ticket.latency_class):
+            sketch.waited.setdefault(turn.ticket.request_id, "kept")
+            continue
+        placement = _place(turn, sketch, rules)
         if placement is not None:
             placements.append(placement)
             order.placed()
@@ -132,20 +147,53 @@ def plan(order: Order, workers: Iterable[Worker], rules: Rules) -> list[Placemen
 def _place(turn: Turn, sketch: _Sketch, rules: Rules) -> Placement | None:
     ticket = turn.ticket
     line = (ticket.org, ticket.model, ticket.latency_class)
-    candidates = [w for w in _reachable(ticket, sketch, rules) if sketch.is_open(w, ticket)]
+    reachable = _reachable(ticket, sketch, rules)
+    candidates = [w for w in reachable if sketch.is_open(w, ticket)]
     if line in sketch.held_up or not candidates:
+        sketch.waited[ticket.request_id] = _why_none(ticket, reachable, sketch, rules)
         return None
     allowed = [w for w in candidates if _is_within_share(ticket, w, rules)]
     if not allowed:
         sketch.held_up.add(line)
+        sketch.waited[ticket.request_id] = "share"
         return None
     fits = [placement for w in allowed if (placement := _fit(ticket, w, rules)) is not None]
     if not fits:
         sketch.keep(max(allowed, key=lambda w: _spare(w, ticket, rules)), turn)
+        sketch.waited[ticket.request_id] = "room"
         return None
-    best = min(fits, key=_cost)
+    least = heapq.nsmallest(MAX_CANDIDATES, ((_cost(p), p) for p in fits))  # costs end with names: no two are equal
+    best = replace(least[0][1], decision=_decision(ticket, least, {p.worker.worker_id for p in fits}, sketch, rules))
     sketch.workers[best.worker.worker_id] = _debit(best)
     return best
+
+
+def _why_none(ticket: Ticket, reachable: list[Worker], sketch: _Sketch, rules: Rules) -> str:
+    """Why it has no candidate, though it may have its turn."""
+    if reachable:
+        return "share" if (ticket.org, ticket.model, ticket.latency_class) in sketch.held_up else "kept"
+    return "excluded" if any(could_hold(w, ticket, rules.org(ticket.org)) for w in sketch.workers.values()) else "unserved"
+
+
+def _decision(ticket: Ticket, least: list[tuple[_Cost, Placement]], fitting: set[str], sketch: _Sketch, rules: Rules) -> Decision:
+    """Those of the least cost, then as many of the others as there is room for, with why they could not be chosen."""
+    others = islice((w for w in sketch.workers.values() if w.worker_id not in fitting), MAX_CANDIDATES - len(least))
+    refused = [Candidate(w.worker_id, refused=_refusal(ticket, w, sketch, rules)) for w in others]
+    candidates = [Candidate(p.worker.worker_id, cost[:-1]) for cost, p in least] + refused
+    return Decision(len(sketch.workers), candidates, sketch.waited.pop(ticket.request_id, ""))
+
+
+def _refusal(ticket: Ticket, worker: Worker, sketch: _Sketch, rules: Rules) -> str:
+    """Why a worker could not be chosen, though others could."""
+    if serves(worker, ticket) is None:
+        return "unserved"
+    if not could_hold(worker, ticket, rules.org(ticket.org)):
+        return "too_small"
+    if worker.worker_id in ticket.excluded_workers:
+        return "excluded"
+    if not sketch.is_open(worker, ticket):
+        return "kept"
+    return "room" if _is_within_share(ticket, worker, rules) else "share"
 
 
 def _reachable(ticket: Ticket, sketch: _Sketch, rules: Rules) -> list[Worker]:
@@ -178,7 +226,7 @@ def _spare(worker: Worker, ticket: Ticket, rules: Rules) -> tuple[int, int, str]
     return blocks, slots, worker.worker_id
 
 
-def _cost(p: Placement) -> tuple[int, float, float, float, float, str]:
+def _cost(p: Placement) -> _Cost:
     """What is to be least: choices that wait for a slot there, what is preempted, load, load of rivals, cache in use; then the name."""
     w, rivals = p.worker, slice(p.ticket.latency_class + 1)
     num_waiting = max(0, sum(w.used_slots[rivals]) + p.num_slots - w.max_sequences)

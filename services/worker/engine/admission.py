@@ -13,6 +13,7 @@ from services.worker.engine.composition import Shares
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.sequence import Sequence, SequenceState
 from services.worker.engine.sequence_queue import SequenceQueue
+from services.worker.engine.timeline import Kind, Phase
 
 MAX_MISSES = 8  # sequences that don't fit before a step stops trying
 
@@ -107,6 +108,7 @@ class Admission:
             else:
                 return False
         self._queue.start(sequence, now)
+        _tell_start(sequence, now)
         shares.add(sequence)
         return True
 
@@ -127,10 +129,22 @@ class Admission:
 
     def preempt(self, sequence: Sequence, cause: Cause, now: float) -> None:
         """Its full blocks stay cached while nobody needs them, so it may find them again; swapped, it finds all that it had."""
-        self.counters.swapped += self._tables.swap_out(sequence)
+        num_computed_tokens, swapped = sequence.num_computed_tokens, self._tables.swap_out(sequence)
+        self.counters.swapped += swapped
         self._tables.release(sequence)
         self._queue.preempt(sequence, now)
         if cause is Cause.CLASS:
             self.counters.of_class += 1
         else:
             self.counters.of_capacity += 1
+        sequence.note(Kind.PREEMPTED_BY_CLASS if cause is Cause.CLASS else Kind.PREEMPTED_BY_CAPACITY, now)
+        sequence.note(Kind.SWAPPED if swapped else Kind.RECOMPUTED, now, sequence.swap.num_tokens if sequence.swap else num_computed_tokens)
+        sequence.enter(Phase.PREEMPTED, now)
+
+
+def _tell_start(sequence: Sequence, now: float) -> None:
+    """Behind its first token what a preemption lost is the preemption's price until it is there again; before it, it is prefill."""
+    found = sequence.swap.num_tokens if sequence.swap else sequence.num_computed_tokens
+    sequence.note(Kind.RESUMED if sequence.num_preemptions else Kind.ADMITTED, now, cached=found)
+    if not sequence.has_yielded:
+        sequence.enter(Phase.PREFILL, now)

@@ -29,6 +29,7 @@ from services.worker.engine.sequence import Sequence, SequenceState
 from services.worker.engine.sequence_queue import SequenceQueue
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.step_time import StepTime, load_of
+from services.worker.engine.timeline import Kind, Phase
 
 LEARNT_PLAIN_STEPS, STRIDE = 16, 4  # after so many steps of decoding alone, each fourth is learnt from: it takes time for every sequence
 MAX_SCORED_ROWS = 256  # prompt positions scored in one step: bounds the logits in memory
@@ -157,7 +158,7 @@ class Batcher:
 
     # --- after a step
 
-    def commit(self, batch: Batch, results: Seq[SpanResult]) -> list[TokenOutput]:
+    def commit(self, batch: Batch, results: Seq[SpanResult], now: float) -> list[TokenOutput]:
         """Appends what the step yielded, ends what is complete, frees its blocks. One output per choice that has news."""
         self.tables.settle()
         outputs = []
@@ -167,13 +168,13 @@ class Batcher:
             if result.error is not None:
                 self.fail(result.error)
                 continue
-            output = self._commit_span(span, result)
+            output = self._commit_span(span, result, now)
             if output.token_ids or output.prompt_logprobs or output.finish_reason:
                 outputs.append(output)
         outputs, self._news = outputs + self._news, []
         return outputs
 
-    def _commit_span(self, span: Span, result: SpanResult) -> TokenOutput:
+    def _commit_span(self, span: Span, result: SpanResult, now: float) -> TokenOutput:
         sequence = span.sequence
         output = self._output(sequence)
         if sequence.needs_scoring:
@@ -183,6 +184,8 @@ class Batcher:
         sequence.num_computed_tokens = sequence.num_tokens - 1 if span.samples else span.end
         self.counters.computed_tokens += span.length
         self.counters.generated_tokens += len(output.token_ids)
+        if sequence.phase is not Phase.DECODE:
+            _tell_chunk(span, output, now)
         self.tables.share(sequence, span.start)
         if self.speculator is not None:
             output.num_accepted = self.speculator.judge(span, output.token_ids)
@@ -191,6 +194,9 @@ class Batcher:
         if sequence.finish_reason and not sequence.needs_scoring:
             self._finish(sequence)
             output.finish_reason = sequence.finish_reason
+            sequence.note(Kind.ENDED, now, sequence.num_output_tokens)
+            sequence.group.timeline.move(sequence.phase, None, now)
+            output.timeline = sequence.group.timeline.snapshot(now)
         return output
 
     def observe(self, spans: Seq[Span], seconds: float) -> None:
@@ -222,6 +228,19 @@ class Batcher:
         """Asserts what must hold between steps; when idle, that no block is referenced."""
         self.queue.check_integrity()
         self.tables.check_integrity([*self.queue.running, *self.queue.waiting])
+
+
+def _tell_chunk(span: Span, output: TokenOutput, now: float) -> None:
+    """A step of a sequence that doesn't decode, or didn't until now: the tokens that were computed, and whether there is one of its own."""
+    sequence = span.sequence
+    sequence.note(Kind.PREFILL, now, span.length, chunks=1)
+    if not output.token_ids:
+        return
+    if not sequence.has_yielded:
+        sequence.has_yielded = True
+        sequence.note(Kind.FIRST_TOKEN, now)
+    sequence.enter(Phase.DECODE, now)
+    output.timeline = sequence.group.timeline.snapshot(now)
 
 
 def _take_scores(span: Span, result: SpanResult, output: TokenOutput) -> None:

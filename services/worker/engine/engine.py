@@ -153,7 +153,7 @@ class Engine:
         One output per choice that has news. An exception is a fault of the whole engine: what a request alone is to blame for ends that
         request with FinishReason.ERROR instead.
         """
-        started = self._clock()
+        began = started = self._clock()
         batch = self.batcher.schedule(now)
         if batch.num_copies:
             started += self._copy(batch)
@@ -162,7 +162,7 @@ class Engine:
             batch = self.speculator.draft(batch)
             started += self._clock() - before
         batch, results = self._execute(batch)
-        outputs = self.batcher.commit(batch, results)
+        outputs = self.batcher.commit(batch, results, now + self._clock() - began)
         if batch.spans:
             self.batcher.observe(batch.spans, self._clock() - started)
         return outputs

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.worker.engine.grammar import Grammar
+from services.worker.engine.timeline import Snapshot
 
 
 class FinishReason(StrEnum):
@@ -124,6 +125,7 @@ class TokenOutput:
     start_time: float | None = None  # when the request was admitted, by step's clock; None while it never ran
     error: str | None = None  # set with FinishReason.ERROR
     unsatisfiable: bool = False  # the error is the request's own fault: see SequenceError
+    timeline: Snapshot | None = field(default=None, compare=False)  # of the request, where more has happened than tokens
 
 
 def check(request: EngineRequest, vocab_size: int) -> None:

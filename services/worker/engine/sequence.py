@@ -6,6 +6,7 @@ from enum import Enum
 from services.worker.engine.envelope import Envelope
 from services.worker.engine.grammar import GrammarState
 from services.worker.engine.request import EngineRequest, FinishReason, SamplingParams
+from services.worker.engine.timeline import Event, Kind, Phase, Timeline
 
 MAX_PREEMPTIONS = 5  # after as many a sequence waits for all the blocks it can ever need, and is never a victim again
 FEW_TOKENS = 2  # a sequence that lacks no more has gone by the third step, in which whom it would give way to wants its first token
@@ -43,6 +44,7 @@ class RequestState:
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when its first choice was admitted
     start_time: float | None = None  # when its first choice was admitted
     envelope: Envelope = field(default_factory=Envelope)
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def live_sequences(self) -> list["Sequence"]:
@@ -72,6 +74,8 @@ class Sequence:
     waiting_since: float | None = None  # when it began to wait, or to wait again; None: it runs, or nobody has looked yet
     waited_seconds: float = 0.0  # before that
     finish_reason: FinishReason | None = None
+    phase: Phase = Phase.WAITING
+    has_yielded: bool = False  # a token, here
 
     @property
     def request_id(self) -> str:
@@ -121,6 +125,15 @@ class Sequence:
     def is_about_to_finish(self) -> bool:
         """Whether it is out of the way before a preemption would have gained anything."""
         return self.num_lacking_tokens == 1 and self.max_output_tokens - self.num_output_tokens <= FEW_TOKENS
+
+    def note(self, kind: Kind, now: float, num_tokens: int = 0, *, cached: int = 0, chunks: int = 0) -> None:
+        """Writes into the request's timeline what has happened to this choice."""
+        self.group.timeline.note(Event(kind, now, self.choice_index, num_tokens, cached, chunks))
+
+    def enter(self, phase: Phase, now: float) -> None:
+        """It is in another phase from now on."""
+        self.group.timeline.move(self.phase, phase, now)
+        self.phase = phase
 
     def waited(self, now: float) -> float:
         """Seconds that it has waited in all."""

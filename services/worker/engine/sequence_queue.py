@@ -35,7 +35,9 @@ class SequenceQueue:
         for group in strangers:
             request = group.request
             group.envelope = Envelope(now - request.waited_seconds, request.ttft_target_seconds, request.tpot_target_seconds)
-            for sequence in group.live_sequences:
+            live = group.live_sequences
+            group.timeline.begin(len(live), now)
+            for sequence in live:
                 sequence.waiting_since = now
         return strangers
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from bench.dashboards import Prometheus, broken_rules, configuration, down_targets, empty_panels, unknown_series
+from bench.dashboards import Prometheus, broken_rules, configuration, down_targets, empty_panels, missing_exemplars, unknown_series
 
 GOOD = {"name": "forebay:errors:ratio_rate5m", "query": "sum(forebay_requests_total)", "type": "recording", "health": "ok"}
 
@@ -23,6 +23,10 @@ class Answers(Prometheus):
                 return {"groups": [{"rules": rules}]}
             case "label/__name__/values":
                 return []
+            case "query_exemplars":
+                assert "$" not in query["query"]
+                gone = any(name in query["query"] for name in missing)
+                return [] if gone else [{"exemplars": [{"labels": {"trace_id": "ab"}}]}]
             case "targets":
                 return {"activeTargets": [{"scrapeUrl": "a", "health": "up"}, {"scrapeUrl": "b", "health": "down"}]}
         assert "$" not in query["query"], "Grafana's variables are filled in"
@@ -35,6 +39,11 @@ def test_an_empty_panel_is_named() -> None:
     found = empty_panels(Answers(["1"], ("forebay_leases",)))
     assert [line.partition(":")[0] for line in found] == ["fleet"]
     assert "forebay_leases" in found[0]
+
+
+def test_a_panel_that_leads_to_no_trace_is_named() -> None:
+    assert missing_exemplars(Answers(["1"])) == []
+    assert missing_exemplars(Answers(["1"], ("forebay_queue_wait_seconds",))) == ["fleet: Wait until placed"]
 
 
 def test_what_is_no_number_is_empty() -> None:

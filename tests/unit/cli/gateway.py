@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, scheduler_pb2, types_pb2
-from services.common.errors import abort, invalid
+from forebay.v1 import admin_pb2, admin_pb2_grpc, explain_pb2, inference_pb2, inference_pb2_grpc, scheduler_pb2, types_pb2
+from services.common.errors import StatusError, abort, invalid
 
 
 class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminServiceServicer):
@@ -19,6 +19,7 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         self.acts: list[Any] = []  # requests of operators
         self.tokens: list[Any] = []
         self.cancelled = threading.Event()
+        self.fleet_is_empty = False
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> AsyncIterator[inference_pb2.ChatResponse]:  # type: ignore[override]
         self.asked.append(request)
@@ -57,9 +58,11 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def GetFleet(self, request: Any, context: Any) -> admin_pb2.GetFleetResponse:  # type: ignore[override]
+        if self.fleet_is_empty:
+            return admin_pb2.GetFleetResponse()
         registration = scheduler_pb2.Register(worker_id="worker-1", max_sequences=32)
         registration.models.add(model="tiny@fp32", num_blocks=100)
-        beat = scheduler_pb2.Heartbeat(healthy=True, num_running=3, num_used_blocks=40, utilization=0.5)
+        beat = scheduler_pb2.Heartbeat(healthy=True, num_running=3, num_used_blocks=40, utilization=0.5, temperature_celsius=61)
         workers = [admin_pb2.WorkerState(registration=registration, heartbeat=beat, ready=True)]
         registration = scheduler_pb2.Register(worker_id="worker-2", max_sequences=32, models=registration.models)
         workers.append(
@@ -107,7 +110,32 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         row.num_requests, row.num_failed, row.prompt_tokens, row.completion_tokens, row.cached_tokens = 1200, 3, 45_678, 9, 16
         return admin_pb2.GetUsageResponse(rows=[] if request.org == "none" else [row])
 
+    async def Explain(self, request: Any, context: Any) -> admin_pb2.ExplainResponse:  # type: ignore[override]
+        self.acts.append(request)
+        if request.request_id == "unknown":
+            await abort(context, StatusError(grpc.StatusCode.NOT_FOUND, "there is no record of request 'unknown'"))
+        return admin_pb2.ExplainResponse(explanation=_explanation(request.request_id))
+
     async def ListAudit(self, request: Any, context: Any) -> admin_pb2.ListAuditResponse:  # type: ignore[override]
         self.acts.append(request)
         entry = admin_pb2.AuditEntry(at=1_700_000_000, actor="ops/olga", act="SetOrg", target="acme", details="weight=2", outcome="OK")
         return admin_pb2.ListAuditResponse(entries=[entry])
+
+
+def _explanation(request_id: str) -> explain_pb2.Explanation:
+    """Of a request that was queued for half of its four seconds, and preempted."""
+    record = explain_pb2.Explanation(request_id=request_id, org="acme", model="tiny@fp32", latency_class=2, finish_reason=1)
+    record.total_seconds, record.ttft_seconds, record.admit_seconds = 4.0, 2.5, 0.5
+    record.usage.MergeFrom(types_pb2.Usage(prompt_tokens=20, cached_tokens=16, completion_tokens=5, preemptions=1))
+    attempt = record.attempts.add(epoch=1, worker_id="w1", position=3)
+    attempt.parts.add(phase=explain_pb2.PHASE_QUEUE, seconds=2.0)
+    attempt.parts.add(phase=explain_pb2.PHASE_DECODE, seconds=1.5)
+    kinds = explain_pb2.TimelineEventKind
+    attempt.timeline.events.add(kind=kinds.TIMELINE_EVENT_KIND_ADMITTED, at_seconds=0.1, num_cached_tokens=16)
+    attempt.timeline.events.add(kind=kinds.TIMELINE_EVENT_KIND_PREFILL, at_seconds=0.2, num_tokens=4, num_chunks=2)
+    attempt.timeline.events.add(kind=kinds.TIMELINE_EVENT_KIND_PREEMPTED_BY_CLASS, at_seconds=0.3)
+    attempt.decision.num_candidates, attempt.decision.waited_for = 2, "room"
+    cost = [explain_pb2.CostTerm(name="waiting", value=0), explain_pb2.CostTerm(name="load", value=0.5)]
+    attempt.decision.candidates.add(worker_id="w1", chosen=True, cost=cost)
+    attempt.decision.candidates.add(worker_id="w2", refused="room")
+    return record

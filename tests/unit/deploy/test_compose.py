@@ -7,6 +7,7 @@ import urllib.parse
 import pytest
 import yaml
 
+from services.cli import authority
 from services.common.settings import ServiceSettings, read
 from services.gateway.settings import GatewaySettings
 from services.scheduler.settings import SchedulerSettings
@@ -69,6 +70,15 @@ def test_valkey_listens_where_schedulers_look() -> None:
         assert (url.hostname, url.port, url.password) == ("valkey", 6379, None), "the password is in a file"
     assert "6379" in (DEPLOY / "valkey" / "health.py").read_text()
     assert "port " not in (DEPLOY / "valkey" / "valkey.conf").read_text(), "6379 is Valkey's own"
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_a_service_has_the_key_of_its_role_and_no_other(service: str) -> None:
+    role = service.partition("-")[0]
+    definition = SERVICES[service]
+    files = [definition["environment"][f"FOREBAY_TLS_{part}_FILE"] for part in ("CERT", "KEY", "CA")]
+    assert files == [f"/run/secrets/{name}" for name in (f"{role}.pem", f"{role}.key", "ca.pem")]
+    assert sorted(name for name in definition["secrets"] if name != "valkey_password") == sorted(["ca.pem", f"{role}.pem", f"{role}.key"])
 
 
 def test_prometheus_asks_every_service_on_its_internal_port() -> None:
@@ -139,12 +149,13 @@ def test_images_are_pinned() -> None:
 def test_every_target_exists_and_runs_as_nobody_in_particular() -> None:
     for service in [*OURS, "bench"]:
         target = SERVICES[service]["build"]["target"]
-        assert "\nUSER forebay\n" in stages()[target], target
+        assert "\nUSER 10001:10001\n" in stages()[target], target
         assert SERVICES[service]["image"].startswith(f"forebay-{target}:")
 
 
 def test_mounted_files_are_in_the_checkout_or_made_before_the_start() -> None:
-    made = {"./secrets/valkey_password", "./secrets/token", "./secrets/jwks.json", "./secrets/grafana_password"}
+    made = {f"./secrets/{name}" for name in ("valkey_password", "grafana_password", "token", "jwks.json", "ca.pem")}
+    made |= {f"./secrets/{role}.{part}" for role in authority.ROLES for part in ("pem", "key")}
     mounted = {filled(volume.split(":")[0]) for name in OBSERVERS for volume in SERVICES[name].get("volumes", []) if volume[0] == "."}
     assert mounted
     assert all((DEPLOY / path).exists() for path in mounted), mounted

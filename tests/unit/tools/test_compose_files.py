@@ -12,7 +12,7 @@ def test_what_is_there_stays(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(models, "default", lambda: model)
     compose_files.make(tmp_path)
     made = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
-    assert {"valkey_password", "grafana_password", "jwks.json", "token"} <= set(made)
+    assert {"valkey_password", "grafana_password", "jwks.json", "token", "ca.pem", "worker.pem", "worker.key"} <= set(made)
     assert len(made["valkey_password"].strip()) == 64
     environment = (tmp_path / ".env").read_text()
     assert f"FOREBAY_MODEL_DIR={tmp_path}\nFOREBAY_MODEL_FILE=model.gguf\nFOREBAY_MODEL_NAME=tiny\n" in environment
@@ -29,4 +29,5 @@ def test_others_on_this_machine_are_kept_out_and_containers_let_in(tmp_path, mon
     assert stat.S_IMODE(secrets.stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in secrets.iterdir()}
     assert modes["valkey_password"] == modes["grafana_password"] == modes["token"] == modes["jwks.json"] == 0o644
-    assert modes["ed25519.pem"] == 0o600, "no container needs it"
+    assert modes["gateway.key"] == modes["scheduler.key"] == modes["worker.key"] == 0o644
+    assert modes["ed25519.pem"] == modes["ca.key"] == 0o600, "no container needs them"
