@@ -321,7 +321,8 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         return await self._act(request, admin_pb2.RevokeKeyResponse(), context)
 
     async def GetUsage(self, request: Any, context: Any) -> Any:
-        return await self._act(request, admin_pb2.GetUsageResponse(rows=[admin_pb2.UsageRow(org=request.org)]), context)
+        answer = admin_pb2.GetUsageResponse(rows=[admin_pb2.UsageRow(org=request.org)], next_page_token="next")
+        return await self._act(request, answer, context)
 
     async def Explain(self, request: Any, context: Any) -> Any:
         explanation = explain_pb2.Explanation(request_id=request.request_id, org=request.org)

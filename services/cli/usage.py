@@ -10,8 +10,10 @@ from forebay.v1 import admin_pb2
 from services.cli import admin
 from services.cli.options import text, whole
 from services.cli.output import as_dict, class_word, print_json, when
+from services.cli.problem import Problem
 from services.cli.table import Column, print_table
 
+_MAX_PAGES = 500
 Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 
@@ -25,8 +27,7 @@ def usage(
     as_json: Json = False,
 ) -> None:
     """Shows what orgs have used, by day, model and class."""
-    request = admin_pb2.GetUsageRequest(org=org, days=days)
-    used = admin.ask(lambda stub: stub.GetUsage, request, admin_pb2.GetUsageResponse)
+    used = _all_pages(admin_pb2.GetUsageRequest(org=org, days=days))
     if as_json:
         print_json(as_dict(used))
     elif used.rows:
@@ -47,6 +48,17 @@ def audit(
         print_table(_audit_columns(list(listed.entries)), Console())
     else:
         print("no acts")
+
+
+def _all_pages(request: admin_pb2.GetUsageRequest) -> admin_pb2.GetUsageResponse:
+    used = admin_pb2.GetUsageResponse()
+    for _ in range(_MAX_PAGES):
+        page = admin.ask(lambda stub: stub.GetUsage, request, admin_pb2.GetUsageResponse)
+        used.rows.extend(page.rows)
+        request.page_token = page.next_page_token
+        if not request.page_token:
+            return used
+    raise Problem(f"more than {len(used.rows):,} rows: ask for fewer --days, or one --org")
 
 
 def _usage_columns(rows: list[admin_pb2.UsageRow]) -> list[Column]:

@@ -9,8 +9,8 @@ _SECONDS = 5.0
 
 
 async def usage(mesh: Mesh, who: Caller, request: admin_pb2.GetUsageRequest) -> admin_pb2.GetUsageResponse:
-    """The rows. A user who names no org gets the own one's; PERMISSION_DENIED for another's."""
-    asked = admin_pb2.GetUsageRequest(org=request.org, days=request.days)
+    """One page of rows. A user who names no org gets the own one's; PERMISSION_DENIED for another's."""
+    asked = admin_pb2.GetUsageRequest(org=request.org, days=request.days, page_size=request.page_size, page_token=request.page_token)
     if "operator" not in who.roles:
         if request.org not in ("", who.org):
             raise StatusError(Code.PERMISSION_DENIED, "use of another org is for operators: leave org out for your own")

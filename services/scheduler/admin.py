@@ -16,7 +16,7 @@ from services.scheduler.api_keys import KeyInfo
 from services.scheduler.audit import Act
 from services.scheduler.orgs import MAX_OVERRIDDEN
 from services.scheduler.scheduler import Scheduler
-from services.scheduler.usage import MAX_DAYS
+from services.scheduler.usage import MAX_DAYS, MAX_ROWS, read_token, write_token
 from services.scheduler.wire import MAX_ID_LENGTH, check_id, check_new_org, key_to_proto, org_to_proto, usage_to_proto
 
 MAX_LISTED_ACTS = 1000
@@ -107,13 +107,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def GetUsage(self, request: admin_pb2.GetUsageRequest, context: Context) -> admin_pb2.GetUsageResponse:
         """See admin.proto."""
-        rows = await self._answer(None, self._usage(request), context)
-        return admin_pb2.GetUsageResponse(rows=rows)
+        return await self._answer(None, self._usage(request), context)
 
-    async def _usage(self, request: admin_pb2.GetUsageRequest) -> list[admin_pb2.UsageRow]:
+    async def _usage(self, request: admin_pb2.GetUsageRequest) -> admin_pb2.GetUsageResponse:
         if not 0 <= request.days <= MAX_DAYS:
             raise invalid("days", f"days is {request.days}; it must be 0 (today) to {MAX_DAYS}")
-        return [usage_to_proto(row) for row in await self._scheduler.usage.rows(request.org, request.days or 1)]
+        if not 0 <= request.page_size <= MAX_ROWS:
+            raise invalid("page_size", f"page_size is {request.page_size}; it must be 1 to {MAX_ROWS}, or 0 for that")
+        size = request.page_size or MAX_ROWS
+        rows = await self._scheduler.usage.rows(request.org, request.days or 1, size + 1, read_token(request.page_token))
+        follows = write_token(rows[size - 1]) if len(rows) > size else ""
+        return admin_pb2.GetUsageResponse(rows=map(usage_to_proto, rows[:size]), next_page_token=follows)
 
     async def ListAudit(self, request: admin_pb2.ListAuditRequest, context: Context) -> admin_pb2.ListAuditResponse:
         """See admin.proto."""

@@ -1,6 +1,7 @@
 """AdminService over gRPC: orgs, keys, usage; every change and refused attempt is written down, seen by every scheduler; no secret is."""
 
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,32 @@ async def test_use_is_listed_by_org(pair: Pair) -> None:
         ("b", "tiny@fp32", 2, 1, 0, 16, 5, 3),
     ]
     assert [row.org for row in (await two.admin.GetUsage(admin_pb2.GetUsageRequest(org="b"))).rows] == ["b"]
+
+
+async def test_pages_of_use_are_all_of_it_once(pair: Pair) -> None:
+    one, two = pair
+    kinds = [(f"o{i % 5}", f"m{i % 3}@fp32", 1 + i % 2) for i in range(30)]
+    for org, model, latency_class in kinds:
+        for day in (20_000, int(time.time() // 86_400)):
+            await one.store.commands(["HSET", keys.usage(day, org), f"requests:{keys.line_name(model, latency_class)}", 1])
+            await one.store.commands(["SADD", keys.users(day), org])
+    seen: list[tuple[str, str, int]] = []
+    request = admin_pb2.GetUsageRequest(page_size=7)
+    for scheduler in (one, two, one, two, one):
+        page = await scheduler.admin.GetUsage(request)
+        seen += [(row.org, row.model, row.latency_class) for row in page.rows]
+        request.page_token = page.next_page_token
+    assert not request.page_token
+    assert seen == sorted(kinds)
+    exactly = await one.admin.GetUsage(admin_pb2.GetUsageRequest(page_size=30))
+    assert (len(exactly.rows), exactly.next_page_token) == (30, "")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"page_size": -1}, {"page_size": 1001}, *({"page_token": token} for token in ("x", "e30=", "ä", "W" * 5000))]
+)
+async def test_pages_are_bounded_and_their_tokens_checked(pair: Pair, fields: dict[str, Any]) -> None:
+    assert (await _error(pair[0].admin.GetUsage(admin_pb2.GetUsageRequest(**fields)))).violations[0].field in fields
 
 
 @pytest.mark.parametrize("days", [-1, 91])

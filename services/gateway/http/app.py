@@ -32,7 +32,8 @@ from services.gateway.validator import validate_label
 
 MAX_DEADLINE_SECONDS = 86_400.0
 MAX_USAGE_DAYS = 90
-_DAYS = re.compile(r"[0-9]{1,3}")
+MAX_USAGE_ROWS = 1000
+_WHOLE = re.compile(r"[0-9]{1,4}")
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -113,11 +114,15 @@ class Face:
     async def usage(self, request: Request) -> Response:
         """GET /v1/usage: the caller's own org's use; for operators any org's, or all."""
         who = await self._caller(request)
-        org, days = request.query_params.get("org", ""), request.query_params.get("days", "1")
-        if not _DAYS.fullmatch(days) or not 1 <= int(days) <= MAX_USAGE_DAYS:
-            raise invalid("days", f"days is {days[:32]!a}: it must be a whole number, 1 (today) to {MAX_USAGE_DAYS}")
-        used = await usage(self._gateway.mesh, who, admin_pb2.GetUsageRequest(org=org, days=int(days)))
-        return _json({"object": "list", "data": [_usage_row(row) for row in used.rows]})
+        asked = admin_pb2.GetUsageRequest(
+            org=request.query_params.get("org", ""),
+            days=_whole(request, "days", 1, MAX_USAGE_DAYS),
+            page_size=_whole(request, "page_size", MAX_USAGE_ROWS, MAX_USAGE_ROWS),
+            page_token=request.query_params.get("page_token", ""),
+        )
+        used = await usage(self._gateway.mesh, who, asked)
+        page = {"object": "list", "data": [_usage_row(row) for row in used.rows]}
+        return _json(page | {"next_page_token": used.next_page_token} if used.next_page_token else page)
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
@@ -240,6 +245,14 @@ def _model(model: ServedModel) -> dict[str, Any]:
         "level": model.level,
         "ready": model.ready,
     }
+
+
+def _whole(request: Request, name: str, default: int, most: int) -> int:
+    """A query's whole number, 1 to `most`. Raises INVALID_ARGUMENT."""
+    text = request.query_params.get(name, str(default))
+    if not _WHOLE.fullmatch(text) or not 1 <= int(text) <= most:
+        raise invalid(name, f"{name} is {text[:32]!a}: it must be a whole number, 1 to {most}")
+    return int(text)
 
 
 def _usage_row(row: admin_pb2.UsageRow) -> dict[str, Any]:

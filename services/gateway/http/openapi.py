@@ -263,6 +263,8 @@ USAGE["openapi_extra"] = {
         _ID,
         _query("days", {"type": "integer", "minimum": 1, "maximum": 90, "description": "Days back, today among them; 1 by default."}),
         _query("org", {"type": "string", "description": "For operators; left out: all. Users see their own org's."}),
+        _query("page_size", {"type": "integer", "minimum": 1, "maximum": 1000, "description": "Rows at most; 1000 by default."}),
+        _query("page_token", {"type": "string", "description": "next_page_token of the page before; left out: the first page."}),
     ],
 }
 HEALTH = _get("The process answers", secured=False)

@@ -108,7 +108,9 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         self.acts.append(request)
         row = admin_pb2.UsageRow(org="acme", day="2026-12-02", model="tiny@fp32", latency_class=types_pb2.LATENCY_CLASS_BATCH)
         row.num_requests, row.num_failed, row.prompt_tokens, row.completion_tokens, row.cached_tokens = 1200, 3, 45_678, 9, 16
-        return admin_pb2.GetUsageResponse(rows=[] if request.org == "none" else [row])
+        pages = {"endless": {"": "on", "on": "on"}, "paged": {"": "second", "second": "third"}}.get(request.org, {})
+        rows = [] if request.org == "none" else [row]
+        return admin_pb2.GetUsageResponse(rows=rows, next_page_token=pages.get(request.page_token, ""))
 
     async def Explain(self, request: Any, context: Any) -> admin_pb2.ExplainResponse:  # type: ignore[override]
         self.acts.append(request)

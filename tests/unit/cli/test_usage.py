@@ -5,8 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from services.cli import usage
 from services.cli.app import app
-from services.cli.problem import Usage
+from services.cli.problem import Problem, Usage
 from tests.unit.cli.gateway import Gateway
 
 
@@ -23,6 +24,14 @@ def test_usage(gateway: Gateway) -> None:
     assert run("usage", "--org", "none") == "no use\n"
     assert json.loads(run("usage", "--json"))["rows"][0]["num_requests"] == "1200"
     assert [(request.org, request.days) for request in gateway.acts] == [("acme", 7), ("none", 1), ("", 1)]
+
+
+def test_all_pages_of_use_are_shown_up_to_a_bound(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(json.loads(run("usage", "--org", "paged", "--json"))["rows"]) == 3
+    assert [request.page_token for request in gateway.acts] == ["", "second", "third"]
+    monkeypatch.setattr(usage, "_MAX_PAGES", 4)
+    with pytest.raises(Problem, match=r"more than 4 rows: ask for fewer --days, or one --org"):
+        run("usage", "--org", "endless")
 
 
 def test_audit(gateway: Gateway) -> None:

@@ -121,3 +121,15 @@ async def test_where_no_scheduler_answers_a_key_is_not_asked_for_twice() -> None
                 await call(mesh, method, dict(CALLS)[method], OPERATOR)
             assert caught.value.code is Code.UNAVAILABLE
         assert len(mesh.scheduler.acts) == 2
+
+
+async def test_use_is_told_by_pages_on_both_faces() -> None:
+    async with stack(play([])) as mesh:
+        used = await call(mesh, "GetUsage", admin_pb2.GetUsageRequest(page_size=7, page_token="t"), OPERATOR)
+        answer = await mesh.http.get("/v1/usage", params={"page_size": "7", "page_token": "t"})
+        assert used.next_page_token == answer.json()["next_page_token"] == "next"
+        assert [(request.page_size, request.page_token) for request in mesh.scheduler.acts] == [(7, "t"), (7, "t")]
+        for page_size in ("0", "1001", "x", "99999"):
+            answer = await mesh.http.get("/v1/usage", params={"page_size": page_size})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "page_size")
+        assert len(mesh.scheduler.acts) == 2
