@@ -37,11 +37,19 @@ class ServedModel:
     max_model_len: int = 0  # tokens: the longest of any worker; context_len while none is known
     fingerprint: str = ""
     ready: bool = False  # whether a live worker has it loaded
+    caches: frozenset[tuple[int, int, int]] = frozenset()  # (blocks, tokens in each, longest sequence in tokens) of its workers
 
     @property
     def full_name(self) -> str:
         """As tickets and workers call it: name@level."""
         return f"{self.name}@{self.level}"
+
+    def most_held(self, kv_share: float) -> int:
+        """Longest sequence in tokens that an org's share of a cache holds, at the worker where that is most; 0 where no share bounds it."""
+        if not 0 < kv_share < 1:
+            return 0
+        # As the scheduler counts it, who would refuse more.
+        return max((min(longest, max(1, int(blocks * kv_share)) * size) for blocks, size, longest in self.caches), default=0)
 
 
 class Models:
@@ -113,6 +121,7 @@ def _as_shown(model: ServedModel, candidates: Sequence[scheduler_pb2.WorkerModel
         max_model_len=max(served.max_model_len for served in chosen),
         fingerprint=min(served.fingerprint for served in chosen),
         ready=True,
+        caches=frozenset((served.num_blocks, served.block_size, served.max_model_len) for served in chosen),
     )
 
 

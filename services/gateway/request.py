@@ -80,6 +80,7 @@ class Envelope:
             self.max_tokens_cap,
             allow_no_output=self.echo,
             most_reserved=self.policy.tokens_burst,
+            most_held=self.model.most_held(self.policy.kv_share),
         )
 
 

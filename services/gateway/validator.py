@@ -40,6 +40,7 @@ class Limits:
     num_prompt_tokens: int = 0  # 0 while the prompt isn't tokenised yet
     allow_no_output: bool = False  # max_tokens 0: scoring, which needs the prompt echoed
     most_reserved: int = 0  # prompt and output of all choices that the org's quota can ever hold; 0: any number
+    most_held: int = 0  # prompt and output of one choice that the org's share of a worker's cache holds; 0: any number
 
     @property
     def room(self) -> int:
@@ -47,10 +48,12 @@ class Limits:
         return self.max_model_len - self.num_prompt_tokens
 
     def default_max_tokens(self, num_choices: int) -> int:
-        """As many as there is room for, and as a full quota has: more would be refused whenever it came."""
+        """As many as there is room for, and as a full quota and the org's share of a cache have: more would be refused whenever it came."""
         most = min(self.max_tokens_cap, self.room)
         if self.most_reserved:
             most = min(most, (self.most_reserved - self.num_prompt_tokens) // num_choices)
+        if self.most_held:
+            most = min(most, self.most_held - self.num_prompt_tokens)
         return max(0 if self.allow_no_output else 1, most)
 
 

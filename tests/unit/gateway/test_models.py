@@ -162,3 +162,8 @@ def test_each_level_that_was_seen_has_its_own_facts(models: Models) -> None:
 def test_the_longest_of_one_version_counts(models: Models) -> None:
     workers = [worker(max_model_len=50), worker(max_model_len=70), worker(version="v2", max_model_len=900)]
     assert seen(models, *workers).max_model_len == 70
+
+
+def test_a_share_of_the_largest_cache_bounds_what_an_org_holds(models: Models) -> None:
+    model = seen(models, worker(num_blocks=64, block_size=16, max_model_len=1024), worker(num_blocks=99, block_size=16))
+    assert [model.most_held(share) for share in (0.0, 0.01, 0.25, 0.99, 1.0)] == [0, 16, 256, 1008, 0]

@@ -279,3 +279,11 @@ async def test_while_no_scheduler_can_tell_of_an_org_it_is_said_so() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="Redis is away") as caught:
             await mesh.inference.ListModels(inference_pb2.ListModelsRequest(), metadata=metadata(make_token("new")))
         assert from_rpc(caught.value).reason == "STORE_UNAVAILABLE"
+
+
+async def test_a_default_fits_the_share_of_the_cache_and_what_is_asked_for_goes_to_the_scheduler() -> None:
+    async with stack(play(letters("x"))) as mesh:
+        mesh.scheduler.policies["acme"] = types_pb2.OrgPolicy(org="acme", kv_share=0.01)  # 10 blocks of 16
+        for fields in ({}, {"n": 3}, {"max_tokens": 200}):
+            assert (await mesh.http.post("/v1/completions", json={"prompt": "abc"} | fields)).status_code == 200
+        assert [place.ticket.max_tokens for place in mesh.scheduler.places] == [157, 157, 200]

@@ -195,6 +195,13 @@ class TestRoom:
         assert validate_sampling({"n": n}, limits=limits).max_tokens == most
         assert validate_sampling({"n": n, "max_tokens": CAP}, limits=limits).max_tokens == CAP, "that is for the quota to refuse"
 
+    def test_the_default_is_no_more_than_the_share_of_a_cache_holds(self) -> None:
+        limits = replace(self.limits(100), most_held=160, most_reserved=600)
+        assert validate_sampling({"n": 3}, limits=limits).max_tokens == 60
+        assert validate_sampling({"n": 16}, limits=limits).max_tokens == 31
+        assert validate_sampling({"max_tokens": CAP}, limits=limits).max_tokens == CAP, "that is for the scheduler to refuse"
+        assert validate_sampling({}, limits=replace(limits, most_held=100)).max_tokens == 1, "and so is that prompt"
+
     def test_a_prompt_beyond_the_quota_leaves_one_token_to_be_refused_with(self) -> None:
         assert validate_sampling({}, limits=replace(self.limits(100), most_reserved=50)).max_tokens == 1
 
