@@ -81,6 +81,6 @@ class Dispatcher:
             return
         ticket = placement.ticket
         self._metrics.decisions.labels(counts_on(placement)).inc()
-        trace_placement(ticket, outcome)
+        trace_placement(placement, outcome)
         self._metrics.placements.labels(ticket.model, class_label(ticket.latency_class)).inc()
         self._delivered(outcome, keys.line_name(ticket.model, ticket.latency_class))

@@ -12,6 +12,7 @@ import pytest
 
 from services.cli.home import Home
 from services.common import semconv
+from services.scheduler.policy.decision import TERMS
 from tests.e2e.mesh import Mesh, running, sdk
 from tests.spans import Exported, Receiver
 
@@ -104,10 +105,12 @@ def test_one_trace_tells_a_request_from_the_call_to_its_tokens(mesh: Mesh, recei
     assert chat.attributes[semconv.GEN_AI_REQUEST_MAX_TOKENS] == chat.attributes[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] == 400
     assert chat.attributes[semconv.GEN_AI_RESPONSE_FINISH_REASONS] == ["length"]
     assert chat.attributes[semconv.FOREBAY_NUM_PREEMPTIONS] == request.attributes[semconv.FOREBAY_NUM_PREEMPTIONS] == 1
-    assert pick.attributes[semconv.FOREBAY_WORKER]
+    assert pick.attributes[semconv.FOREBAY_CANDIDATES] == [pick.attributes[semconv.FOREBAY_WORKER]]
+    assert [len(pick.attributes[f"{semconv.FOREBAY_COST}.{term}"]) for term in TERMS] == [1] * len(TERMS)
     assert trace["queue internal"].links == [chat.span_id]
     assert 0 < trace["queue internal"].seconds < call.seconds
-    assert "first_token" in request.events
+    order = ["admitted", "prefill", "first_token", "preempted_by_class", "swapped", "resumed", "prefill", "ended"]
+    assert [event for event in request.events if event in order] == order
     assert {span.service for span in trace.values()} == {"forebay-gateway", "forebay-scheduler", "forebay-worker"}
     for name in names:
         if "/" in name and "POST" not in name:
