@@ -18,7 +18,6 @@ from services.scheduler.spans import trace_placement
 MAX_HEADS = 64
 """Tickets of one queue that are looked at in one round."""
 
-
 MAX_WAITED = 10_000
 """Tickets of which it is remembered why they weren't placed."""
 
