@@ -50,8 +50,7 @@ class _Server(grpc.aio.ServerInterceptor):
     ) -> Any:
         """The method's handler, in a span. Handlers are coroutines which write their answers, not generators."""
         handler = await continuation(details)
-        given = [str(value) for key, value in details.invocation_metadata or () if key == _TRACEPARENT]
-        parent = tracing.remote(given[0] if len(given) == 1 else None)  # of two, none counts
+        parent = tracing.remote(next((str(value) for key, value in details.invocation_metadata or () if key == _TRACEPARENT), None))
         if handler is None or not details.method.startswith(_OURS) or not (parent or self._edge):
             return handler
         kind = next(kind for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream") if getattr(handler, kind))

@@ -90,15 +90,6 @@ async def test_an_edge_begins_traces_but_not_for_probes() -> None:
     assert spans.ended[0].parent is None
 
 
-async def test_of_two_traces_none_goes_on() -> None:
-    traces = [("traceparent", f"00-{'4bf92f3577b34da6a3ce929d0e0e473' + last}-00f067aa0ba902b7-01") for last in "67"]
-    async with serving(edge=True) as (spans, channel):
-        await channel.unary_unary(UNARY)(b"work", metadata=traces[:1])
-        await channel.unary_unary(UNARY)(b"work", metadata=traces)
-        await spans.all_ended(2)
-    assert [span.parent is None for span in spans.ended] == [False, True]
-
-
 @pytest.mark.parametrize(
     ("request_", "client", "server"),
     [
