@@ -16,11 +16,12 @@ from services.cli.fleet import queue, workers
 from services.cli.problem import Problem, Usage
 from services.cli.ps import models, ps
 from services.cli.run import run
+from services.cli.top import top
 from services.cli.up import up
 from services.cli.usage import audit, usage
 
 app = typer.Typer(name="forebay", pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
-for command in (up, run, ps, models, queue, workers, explain, usage, audit, certs, demo):
+for command in (up, run, ps, models, queue, workers, top, explain, usage, audit, certs, demo):
     app.command()(command)
 for group in (api_keys.app, orgs.app, policy.app):
     app.add_typer(group)

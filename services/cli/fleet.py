@@ -19,31 +19,33 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 def queue(as_json: Json = False) -> None:
     """Shows how many requests wait, by model and class, and for how long the oldest has."""
-    fleet = _fleet()
+    fleet = ask_fleet()
     if as_json:
         print_json({"queues": [as_dict(line) for line in fleet.queues]})
     elif fleet.queues:
-        print_table(_queue_columns(list(fleet.queues)), Console())
+        print_table(queue_columns(list(fleet.queues)), Console())
     else:
         print("nobody waits")
 
 
 def workers(as_json: Json = False) -> None:
     """Shows how full, busy and warm each worker is. `forebay ps` has the bare numbers."""
-    fleet = _fleet()
+    fleet = ask_fleet()
     if as_json:
         print_json({"workers": [as_dict(worker) for worker in fleet.workers]})
     elif fleet.workers:
-        print_table(_worker_columns(list(fleet.workers)), Console())
+        print_table(worker_columns(list(fleet.workers)), Console())
     else:
         print("no workers")
 
 
-def _fleet() -> admin_pb2.GetFleetResponse:
+def ask_fleet() -> admin_pb2.GetFleetResponse:
+    """The fleet as a scheduler sees it now; Problem where it can't be had."""
     return admin.ask(lambda stub: stub.GetFleet, admin_pb2.GetFleetRequest(), admin_pb2.GetFleetResponse)
 
 
-def _queue_columns(lines: list[admin_pb2.QueueDepth]) -> list[Column]:
+def queue_columns(lines: list[admin_pb2.QueueDepth]) -> list[Column]:
+    """A row per model and class."""
     return [
         Column("model", [escape(line.model) for line in lines]),
         Column("class", [class_word(line.latency_class) for line in lines]),
@@ -52,7 +54,7 @@ def _queue_columns(lines: list[admin_pb2.QueueDepth]) -> list[Column]:
     ]
 
 
-def _worker_columns(listed: list[admin_pb2.WorkerState]) -> list[Column]:
+def worker_columns(listed: list[admin_pb2.WorkerState]) -> list[Column]:
     """Of a worker that is gone nothing is known: its last numbers are no news."""
     rows = [_cells(worker) if is_current(worker) else {} for worker in listed]
     ranks = {"cache": 0, "batch": 0, "busy": 2, "memory": 1, "tokens/s": 3, "temperature": 4, "power": 5}

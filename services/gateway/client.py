@@ -4,9 +4,6 @@ Owns failover without lost or doubled tokens, and the end of the lease. Knows to
 """
 
 import asyncio
-import hashlib
-import hmac
-import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -24,13 +21,12 @@ from services.gateway.course import Course
 from services.gateway.mesh import Mesh
 from services.gateway.placing import Deadline, Placement
 from services.gateway.request import Generation
-from services.text.grammar import Grammar
+from services.gateway.wire import cache_salt, engine_sampling
 
 _log = log.get(__name__)
 
 _DYING = ("ENGINE_FAILED", "ENGINE_HANGS")  # reasons of a worker that is about to go
 _NO_DRAFT, _ACCEPTED = 0, 2  # verdicts, as worker.proto says
-_CACHE_SALT_TAG = b"forebay prefix cache salt v1"
 
 
 class _WorkerLost(Exception):
@@ -288,7 +284,7 @@ class MeshCall:
             latency_class=generation.latency_class,
             cache_salt=cache_salt(generation.org),
             prompt_token_ids=generation.prompt_token_ids,
-            sampling=_engine_sampling(generation),
+            sampling=engine_sampling(generation.sampling),
             delivered=[types_pb2.TokenIds(ids=choice.token_ids) for choice in self.choices] if self._accepted else [],
             finished_choices=[index for index, choice in enumerate(self.choices) if choice.finished],
             ttft_target_seconds=lease.ttft_target_seconds,
@@ -314,11 +310,6 @@ class MeshCall:
         )
 
 
-def cache_salt(org: str) -> bytes:
-    """Keys the prefix cache, 32 bytes: equal on every gateway, different for every org."""
-    return hmac.digest(_CACHE_SALT_TAG, org.encode(), hashlib.sha256)
-
-
 def _outcome(error: BaseException | None, reason: types_pb2.FinishReason.ValueType) -> tuple[int, types_pb2.FinishReason.ValueType]:
     """gRPC status number and finish reason of a request that ended with `error`."""
     if error is None:
@@ -336,42 +327,3 @@ def _engine_error(what: str, reason: str) -> StatusError:
     _log.error("engine_error", what=what, reason=reason)
     message = what if reason == "SEQUENCE_FAILED" else "the engine failed on this request: try again, and report its id if it fails again"
     return StatusError(Code.INTERNAL, message, reason="ENGINE_ERROR")
-
-
-def _engine_sampling(generation: Generation) -> types_pb2.SamplingParams:
-    """Every default filled in; stop strings stay here."""
-    sampling = generation.sampling
-    return types_pb2.SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=sampling.logit_bias,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        seed=sampling.seed,
-        n=sampling.n,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-        speculation=sampling.speculation,
-        grammar=None if sampling.grammar is None else _grammar(sampling.grammar),
-    )
-
-
-def _grammar(grammar: Grammar) -> types_pb2.Grammar:
-    match grammar.kind:
-        case "json_object":
-            return types_pb2.Grammar(json_object=True)
-        case "choice":
-            return types_pb2.Grammar(choice=types_pb2.Choices(choices=json.loads(grammar.text)))
-        case "json_schema":
-            return types_pb2.Grammar(json_schema=grammar.text)
-        case "regex":
-            return types_pb2.Grammar(regex=grammar.text)
-        case "lark":
-            return types_pb2.Grammar(lark=grammar.text)

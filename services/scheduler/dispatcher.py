@@ -18,7 +18,6 @@ from services.scheduler.spans import trace_placement
 MAX_HEADS = 64
 """Tickets of one queue that are looked at in one round."""
 
-
 MAX_WAITED = 10_000
 """Tickets of which it is remembered why they weren't placed."""
 
@@ -81,6 +80,6 @@ class Dispatcher:
             return
         ticket = placement.ticket
         self._metrics.decisions.labels(counts_on(placement)).inc()
-        trace_placement(ticket, outcome)
+        trace_placement(placement, outcome)
         self._metrics.placements.labels(ticket.model, class_label(ticket.latency_class)).inc()
         self._delivered(outcome, keys.line_name(ticket.model, ticket.latency_class))

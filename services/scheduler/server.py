@@ -24,6 +24,7 @@ from services.scheduler.wire import check_id, decision_to_proto, org_to_proto, r
 
 LOG = log.get(__name__)
 MAX_TRACEPARENT = 55
+"""Characters of a W3C traceparent."""
 SERVICES = ["forebay.v1.SchedulerService", "forebay.v1.AdminService"]
 CALLERS = {"/forebay.v1.SchedulerService/Attach": "worker", "/forebay.": "gateway"}
 """The role that may call what, where certificates tell it."""

@@ -171,14 +171,18 @@ class Store:
     async def _exchange(self, commands: Sequence[Sequence[str | int | float]]) -> list[Any]:
         connection: Any = self._idle.pop() if self._idle else self._factory.make_connection()  # type: ignore[no-untyped-call]
         self.num_in_use += 1
+        transport: asyncio.WriteTransport | None = None
         try:
             await connection.connect()
+            transport = connection._writer.transport
             await connection.send_packed_command(connection.pack_commands(commands))
             replies = [await _read(connection) for _ in commands]
         except BaseException:
             # Cancelled too: an unread reply would be taken for the answer to the next caller's question.
             with suppress(RedisError, OSError):
                 await connection.disconnect(nowait=True)
+            if transport is not None:
+                transport.abort()  # or it would stay until Redis has read what was on its way, which may be never
             raise
         finally:
             self.num_in_use -= 1

@@ -205,7 +205,7 @@ class Leases:
         self._loop.abort(lease.request.request_id)
         ended = lease.ended()
         self._metrics.observe_end(ended)
-        trace_request(lease.span, ended)
+        trace_request(lease.span, ended, lease.timeline)
         if not self._live:
             self._idle.set()
         self.on_room()

@@ -97,6 +97,8 @@ class _Link:
             # Made anew each time, for a channel goes on with the certificate that it was made with.
             async with rpc.channel(self.address, self._node.identity, "scheduler") as channel:
                 was_attached = await self._attach(scheduler_pb2_grpc.SchedulerServiceStub(channel))
+            if _is_cancelled():  # which gRPC forgets where a call fails in the same moment
+                return
             wait = beat.first_retry_seconds if was_attached else min(wait * 2, beat.last_retry_seconds)
             # Jitter, so that a fleet doesn't come back to a restarted scheduler in one instant.
             await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # noqa: S311
@@ -119,7 +121,7 @@ class _Link:
                 _logger.warning(event, scheduler=self.address, code=error.code().name, details=details)
         except asyncio.CancelledError:
             # gRPC cancels a stream whose requests raise. Then, too, the worker attaches again; only a cancellation of ours ends it.
-            if (task := asyncio.current_task()) is not None and task.cancelling():
+            if _is_cancelled():
                 raise
         except Exception:  # a bug in here must not take the worker out of the fleet for good
             _logger.exception("attach failed", scheduler=self.address)
@@ -146,3 +148,8 @@ class _Link:
         except Exception:
             _logger.exception("no heartbeat", scheduler=self.address)  # gRPC would end the stream without a word
             raise
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from services.common import semconv, tracing
 from services.common.tracing import Span
+from services.worker.engine.timeline import Event, Snapshot
 from services.worker.engine_loop import Step
 from services.worker.metrics import Ended
 
@@ -13,8 +14,8 @@ STEP_SECONDS = 1.0
 MAX_LINKS = 32
 
 
-def trace_request(parent: Span, end: Ended) -> None:
-    """What became of a request here, below the call that brought it."""
+def trace_request(parent: Span, end: Ended, timeline: Snapshot | None) -> None:
+    """What became of a request here, below the call that brought it; its timeline's events are the span's."""
     if not parent:
         return
     attributes: dict[str, tracing.Value] = {
@@ -29,9 +30,10 @@ def trace_request(parent: Span, end: Ended) -> None:
         prefill = tracing.start(semconv.SPAN_PREFILL, request, seconds_ago=_ago(end.started_at))
         prefill.end(seconds_ago=_ago(end.first_token_at or end.ended_at))
     if end.first_token_at is not None:
-        request.event(semconv.EVENT_FIRST_TOKEN, seconds_ago=_ago(end.first_token_at))
         decode = tracing.start(semconv.SPAN_DECODE, request, seconds_ago=_ago(end.first_token_at))
         decode.end(seconds_ago=_ago(end.last_token_at or end.ended_at))
+    for event in timeline.events if timeline is not None else ():
+        request.event(event.kind.name.lower(), _told(event), seconds_ago=_ago(event.at))
     request.end("" if end.reason in ("stop", "length") else end.reason, seconds_ago=_ago(end.ended_at))
 
 
@@ -58,6 +60,11 @@ class StepSpans:
         }
         step = tracing.start(semconv.SPAN_ENGINE_STEP, attributes=attributes, links=links, seconds_ago=_ago(last.started))
         step.end(seconds_ago=_ago(last.ended))
+
+
+def _told(event: Event) -> dict[str, tracing.Value]:
+    numbers = {semconv.FOREBAY_NUM_TOKENS: event.num_tokens, semconv.FOREBAY_NUM_CACHED_TOKENS: event.num_cached_tokens}
+    return {semconv.FOREBAY_CHOICE: event.choice_index, **{name: number for name, number in numbers.items() if number}}
 
 
 def _ago(at: float) -> float:

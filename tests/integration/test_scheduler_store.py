@@ -181,3 +181,18 @@ async def test_events_come_again_after_a_restart(redis_server) -> None:
 def test_a_url_that_is_none() -> None:
     with pytest.raises(ValueError, match="redis://"):
         Store("http://example.com")
+
+
+async def test_what_a_redis_that_hangs_has_not_read_is_dropped_with_its_connection(redis_server) -> None:
+    store = Store(redis_server.url, timeout_seconds=0.2)
+    await store.open()
+    (connection,) = store._idle
+    used = connection._writer.get_extra_info("socket")
+    redis_server.pause()
+    try:
+        with pytest.raises(StatusError):
+            await store.commands(["ECHO", "x" * (32 << 20)])  # more than sockets hold
+        await until(lambda: used.fileno() == -1)
+    finally:
+        redis_server.resume()
+        await store.close()

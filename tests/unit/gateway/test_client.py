@@ -11,8 +11,9 @@ import pytest
 
 from forebay.v1 import types_pb2, worker_pb2
 from services.common.errors import Code, StatusError, invalid, unavailable
-from services.gateway.client import MeshCall, cache_salt
+from services.gateway.client import MeshCall
 from services.gateway.mesh import Mesh, MeshLimits, RetryBudget
+from services.gateway.wire import cache_salt
 from tests.fakes import LENGTH, STOP, FakeScheduler, FakeWorker, Script, WorkerCall, play, serving, stall
 from tests.unit.gateway.build import generation
 

@@ -176,3 +176,38 @@ async def test_an_error_of_ours_costs_one_stream_and_not_the_worker(where: str) 
         finally:
             await node.stop()
     assert node.num_attached == 0
+
+
+class ForgetfulCall:
+    """An Attach call that ends in the moment of its cancellation, as gRPC's do: the error comes out, the cancellation doesn't."""
+
+    def __init__(self, waiting: asyncio.Event) -> None:
+        self._waiting = waiting
+
+    async def __aiter__(self) -> AsyncIterator[scheduler_pb2.AttachResponse]:
+        self._waiting.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()) from None
+        yield scheduler_pb2.AttachResponse()
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_it_stops_although_its_call_fails_in_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = asyncio.Event()
+
+    class Stub:
+        def __init__(self, _: object) -> None:
+            pass
+
+        def Attach(self, _: object) -> ForgetfulCall:
+            return ForgetfulCall(waiting)
+
+    monkeypatch.setattr(scheduler_pb2_grpc, "SchedulerServiceStub", Stub)
+    node = Node(["127.0.0.1:1"], scheduler_pb2.Register(), scheduler_pb2.Heartbeat, lambda _: None, beat=FAST)
+    node.start()
+    await asyncio.wait_for(waiting.wait(), 5)
+    await asyncio.wait_for(node.stop(), 5)
