@@ -15,7 +15,9 @@ from services.common import tracing
 from services.common.errors import Code, StatusError, from_rpc, unavailable
 from services.common.tracing import Span
 from services.gateway.mesh import Mesh, Scheduler
+from services.gateway.prefix import HASH_TOKENS, block_hashes
 from services.gateway.request import Generation
+from services.gateway.wire import cache_salt
 
 
 class Deadline:
@@ -148,6 +150,7 @@ class Placement:
 
 
 def _ticket(generation: Generation, span: Span) -> scheduler_pb2.Ticket:
+    hashes = block_hashes(cache_salt(generation.org), generation.model.version, generation.prompt_token_ids)
     return scheduler_pb2.Ticket(
         request_id=generation.request_id,
         org=generation.org,
@@ -159,4 +162,6 @@ def _ticket(generation: Generation, span: Span) -> scheduler_pb2.Ticket:
         n=generation.sampling.n,
         deadline_seconds=generation.deadline_seconds,
         traceparent=span.traceparent,
+        block_hashes=hashes,
+        hash_tokens=HASH_TOKENS if hashes else 0,
     )

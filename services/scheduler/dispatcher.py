@@ -11,6 +11,7 @@ from services.scheduler.ledger import Lease, Ledger
 from services.scheduler.metrics import Metrics, class_label
 from services.scheduler.policy.order import Order
 from services.scheduler.policy.pick import Placement, counts_on, plan
+from services.scheduler.policy.prefix_index import PrefixIndex
 from services.scheduler.policy.rules import Rules
 from services.scheduler.registry import Registry
 from services.scheduler.spans import trace_placement
@@ -43,6 +44,7 @@ class Dispatcher:
         self._delivered = delivered
         self._woken = asyncio.Event()
         self._waited: dict[str, str] = {}  # request id -> why it wasn't placed at the last look
+        self._index = PrefixIndex()
 
     def wake(self) -> None:
         """There is a new ticket, or room."""
@@ -67,7 +69,7 @@ class Dispatcher:
         view = await self._ledger.view(workers, MAX_HEADS, preemptible=rules.preemptible)
         if len(self._waited) > MAX_WAITED:  # of tickets that others have placed, or that are gone
             self._waited.clear()
-        placements = plan(Order(view.fifos, rules, view.recent), view.workers, rules, self._waited)
+        placements = plan(Order(view.fifos, rules, view.recent), view.workers, rules, self._waited, self._index)
         outcomes = await self._ledger.commit(placements, rules)
         for placement, outcome in zip(placements, outcomes, strict=True):
             self._report(placement, outcome)

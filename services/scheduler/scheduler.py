@@ -59,7 +59,12 @@ class Options:
             poll_seconds=settings.poll_seconds,
             default_deadline_seconds=settings.default_deadline_seconds,
             timing=Timing(settings.stream_gone_seconds, settings.start_seconds, settings.lease_seconds),
-            rules=Rules(settings.output_estimate_tokens, preemptible=settings.preemption, fifo=settings.queue_order == "arrival"),
+            rules=Rules(
+                settings.output_estimate_tokens,
+                preemptible=settings.preemption,
+                routing=settings.routing,
+                fifo=settings.queue_order == "arrival",
+            ),
         )
 
 

@@ -20,7 +20,7 @@ from services.scheduler.policy.pick import impossible
 from services.scheduler.registry import as_worker
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.waiting import Position, Waiter, deadline_passed
-from services.scheduler.wire import check_id, decision_to_proto, org_to_proto, read_settlement
+from services.scheduler.wire import check_hashes, check_id, decision_to_proto, org_to_proto, read_settlement
 
 LOG = log.get(__name__)
 MAX_TRACEPARENT = 55
@@ -273,6 +273,7 @@ def read_ticket(request: scheduler_pb2.PlaceRequest) -> Ticket:
     for name, least in (("num_prompt_tokens", 1), ("max_tokens", 0), ("n", 1)):
         if getattr(t, name) < least:
             raise invalid(f"ticket.{name}", f"ticket.{name} is {getattr(t, name)}; it must be at least {least}")
+    check_hashes(t)
     return Ticket(
         request_id=t.request_id,
         org=t.org,
@@ -285,6 +286,8 @@ def read_ticket(request: scheduler_pb2.PlaceRequest) -> Ticket:
         num_delivered_tokens=request.num_delivered_tokens,
         excluded_workers=frozenset(request.excluded_workers),
         traceparent=t.traceparent[:MAX_TRACEPARENT],
+        block_hashes=b"".join(t.block_hashes).hex(),
+        hash_tokens=t.hash_tokens,
     )
 
 

@@ -30,6 +30,9 @@ class SchedulerSettings(ServiceSettings):
     max_queued: int = Field(4096, ge=1, description="tickets waiting for one model before the least urgent, newest first, are shed")
     preemption: bool = Field(True, description="whether a request may take room that less urgent ones hold on a worker")
     queue_order: Literal["fair", "arrival"] = Field("fair", description="fair: class, org, arrival; arrival: that alone, for comparisons")
+    routing: Literal["prefix", "least_loaded"] = Field(
+        "prefix", description="prefix: to the worker that has least of the prompt left to compute, by its load; least_loaded: by load alone"
+    )
     output_estimate_tokens: int = Field(256, ge=1, description="most output tokens per choice to reserve cache for at placement")
     no_worker_seconds: float = Field(5, ge=0, description="how long a ticket waits while no worker serves its model")
     liveness_seconds: float = Field(3, gt=0, description="a worker whose last heartbeat is older takes no new work")

@@ -9,12 +9,29 @@ from services.scheduler.policy.decision import TERMS, loads
 from services.scheduler.usage import UsageRow
 
 MAX_ID_LENGTH = 256
+MAX_HASHES = 256
+HASH_BYTES = 8
+MAX_HASH_TOKENS = 4096
 
 
 def check_id(name: str, value: str) -> None:
     """INVALID_ARGUMENT for what can't be a name."""
     if not 0 < len(value) <= MAX_ID_LENGTH:
         raise invalid(name, f"{name} has {len(value)} characters; it must have 1 to {MAX_ID_LENGTH}")
+
+
+def check_hashes(ticket: scheduler_pb2.Ticket) -> None:
+    """INVALID_ARGUMENT for block hashes that can't be the prompt's."""
+    hashes, tokens = ticket.block_hashes, ticket.hash_tokens
+    if len(hashes) > MAX_HASHES:
+        raise invalid("ticket.block_hashes", f"ticket.block_hashes has {len(hashes)} entries; it may have at most {MAX_HASHES}")
+    if any(len(entry) != HASH_BYTES for entry in hashes):
+        raise invalid("ticket.block_hashes", f"each of ticket.block_hashes must have {HASH_BYTES} bytes")
+    if hashes and not 1 <= tokens <= MAX_HASH_TOKENS:
+        raise invalid("ticket.hash_tokens", f"ticket.hash_tokens is {tokens}; with block_hashes it must be 1 to {MAX_HASH_TOKENS}")
+    if len(hashes) * tokens > ticket.num_prompt_tokens:
+        words = f"{len(hashes)} of {tokens} tokens each are more than the prompt's {ticket.num_prompt_tokens}"
+        raise invalid("ticket.block_hashes", f"ticket.block_hashes: {words}")
 
 
 def check_new_org(name: str, value: str) -> None:

@@ -144,6 +144,22 @@ async def test_b42f_json_survives_a_killed_worker(fleet_mesh: meshes.Mesh, opera
     await asyncio.to_thread(meshes.wait_until, lambda: _is_whole(operator), "the worker is back", _READY_SECONDS)
 
 
+def test_prompts_that_begin_alike_run_on_the_same_worker(fleet_mesh: meshes.Mesh, operator: meshes.Operator) -> None:
+    """The first of them finds worker-1 busy; the second finds the whole mesh idle, where load alone would choose worker-1."""
+    client = fleet_mesh.openai()
+    asked: dict[str, Any] = {"model": fleet_mesh.model, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    system = "You are a careful assistant who answers in one word. " * 20
+    with client.completions.create(prompt="Once upon a time", max_tokens=200, stream=True, **asked) as stream:
+        next(iter(stream))
+        assert _busy(operator.fleet()) <= {"worker-1"}
+        client.completions.create(prompt=system + "Name a colour.", max_tokens=1, **asked)
+    operator.wait_until(meshes.is_idle, "the mesh is idle")
+    usage = client.completions.create(prompt=system + "Name a fruit.", max_tokens=1, **asked).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert (usage.prompt_tokens_details.cached_tokens or 0) > 128
+
+
 def _busy(fleet: admin_pb2.GetFleetResponse) -> set[str]:
     return {worker.registration.worker_id for worker in fleet.workers if worker.heartbeat.leases}
 

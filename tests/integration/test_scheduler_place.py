@@ -1,6 +1,7 @@
 """One scheduler over gRPC: tickets are placed, finished, refused, withdrawn, and their callers told."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import grpc
@@ -169,6 +170,30 @@ async def test_what_no_worker_could_hold_is_refused_and_small_ones_run(scheduler
         assert all(number in long.message for number in ("1024", "924"))
 
 
+async def test_prompts_that_begin_alike_go_to_the_same_worker(scheduler: RunningScheduler) -> None:
+    """Each of eight beginnings comes six times, in turn; by load alone an idle fleet would send all to the first worker."""
+
+    def ticket(beginning: int) -> scheduler_pb2.Ticket:
+        hashes = [bytes([beginning, index]) * 4 for index in range(4)]
+        return wire_ticket(num_prompt_tokens=300, block_hashes=hashes, hash_tokens=64)
+
+    async with fake_worker(scheduler, worker_id="w1", slots=20, num_blocks=512) as one:
+        async with fake_worker(scheduler, worker_id="w2", incarnation="i2", slots=20, num_blocks=512):
+            held = [await lease_of(scheduler.place(ticket(beginning))) for beginning in range(8)]
+            homes = [lease.worker_id for lease in held]
+            assert set(homes) == {"w1", "w2"}, "while they run, load spreads them"
+            for lease in held:
+                await _finish(scheduler, lease)
+            for _ in range(5):
+                for beginning, home in enumerate(homes):
+                    lease = await lease_of(scheduler.place(ticket(beginning)))
+                    assert lease.worker_id == home
+                    await _finish(scheduler, lease)
+        await until(lambda: len(scheduler.scheduler.registry.usable(time.monotonic())) == 1)
+        lease = await lease_of(scheduler.place(ticket(homes.index("w2"))))
+        assert lease.worker_id == one.register.worker_id, "better without the beginning than not at all"
+
+
 @pytest.mark.parametrize(
     ("fields", "blamed"),
     [
@@ -178,6 +203,11 @@ async def test_what_no_worker_could_hold_is_refused_and_small_ones_run(scheduler
         ({"num_prompt_tokens": 0}, "ticket.num_prompt_tokens"),
         ({"max_tokens": -1}, "ticket.max_tokens"),
         ({"n": 0}, "ticket.n"),
+        ({"block_hashes": [b"12345678"] * 257, "hash_tokens": 16, "num_prompt_tokens": 9999}, "ticket.block_hashes"),
+        ({"block_hashes": [b"1234567"], "hash_tokens": 16}, "ticket.block_hashes"),
+        ({"block_hashes": [b"12345678"] * 2, "hash_tokens": 16}, "ticket.block_hashes"),
+        ({"block_hashes": [b"12345678"], "hash_tokens": 0}, "ticket.hash_tokens"),
+        ({"block_hashes": [b"12345678"], "hash_tokens": 4097}, "ticket.hash_tokens"),
     ],
 )
 async def test_tickets_that_make_no_sense_are_refused(scheduler: RunningScheduler, fields: dict[str, object], blamed: str) -> None:

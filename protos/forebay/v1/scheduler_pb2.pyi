@@ -141,6 +141,7 @@ class Ticket(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    HASH_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Made by the gateway; unique for ever."""
     org: _builtins.str
@@ -161,9 +162,13 @@ class Ticket(_message.Message):
     """Seconds from now until the request is worthless. A duration, so that clocks need not agree."""
     traceparent: _builtins.str
     """W3C trace context of the request."""
+    hash_tokens: _builtins.int
+    """Tokens that each block hash stands for, 1 .. 4096; 0 where there are none."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Chained, salted hashes of the prompt's full blocks, 8 bytes each; for prefix-aware choice. May be empty."""
+        """Names of the prompt's beginnings, each hash_tokens longer than the one before: chained hashes, salted by org and weights, 8 bytes each,
+        at most 256. Empty: the choice of a worker knows of no prefix.
+        """
 
     def __init__(
         self,
@@ -179,10 +184,11 @@ class Ticket(_message.Message):
         deadline_seconds: _builtins.float = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         traceparent: _builtins.str = ...,
+        hash_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "deadline_seconds", b"deadline_seconds", "latency_class", b"latency_class", "max_tokens", b"max_tokens", "model", b"model", "model_version", b"model_version", "n", b"n", "num_prompt_tokens", b"num_prompt_tokens", "org", b"org", "request_id", b"request_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "deadline_seconds", b"deadline_seconds", "hash_tokens", b"hash_tokens", "latency_class", b"latency_class", "max_tokens", b"max_tokens", "model", b"model", "model_version", b"model_version", "n", b"n", "num_prompt_tokens", b"num_prompt_tokens", "org", b"org", "request_id", b"request_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_CANDIDATES = 16
-TERMS = ("waiting", "preempted", "load", "rivals", "cache")
+TERMS = ("waiting", "preempted", "prefill", "load", "rivals", "cache")
 """Names of a cost's terms, in the order in which they count. See explain.proto."""
 
 

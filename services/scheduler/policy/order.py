@@ -33,6 +33,9 @@ class Ticket:
     """Since it arrived first."""
     traceparent: str = field(default="", compare=False)
     """W3C trace context of the request; "" where it isn't traced."""
+    block_hashes: str = ""
+    """Names of the prompt's beginnings, each `hash_tokens` longer than the one before; 16 hex digits each, joined."""
+    hash_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Where a ticket runs: where it displaces least, then the least loaded worker. Changes nothing but its own sketch of the fleet."""
+"""Where a ticket runs: where it displaces least, then where least is left to compute, then the least loaded worker.
+
+Changes nothing but its own sketch of the fleet, and what it is given to remember.
+"""
 
 import heapq
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -9,6 +12,7 @@ from services.policy.classes import BATCH, REALTIME
 from services.policy.org import OrgPolicy
 from services.scheduler.policy.decision import MAX_CANDIDATES, Candidate, Decision
 from services.scheduler.policy.order import Order, Ticket, Turn
+from services.scheduler.policy.prefix_index import PrefixIndex
 from services.scheduler.policy.rules import Rules
 
 
@@ -47,6 +51,8 @@ class Placement:
     num_blocks: int
     max_blocks: int
     decision: Decision | None = None
+    prefill: float = 0.0
+    """Prompt tokens that the worker would have to compute, times the sequences that they would hold up; see explain.proto."""
 
 
 def blocks_for(block_size: int, num_prompt_tokens: int, num_output_tokens: int, n: int) -> int:
@@ -97,7 +103,7 @@ def room(worker: Worker, model: ServedModel, latency_class: int, *, preemptible:
     return worker.max_slots - sum(worker.used_slots[: last + 1]), model.num_blocks - sum(worker.used_blocks[: last + 1])
 
 
-_Cost = tuple[int, float, float, float, float, str]
+_Cost = tuple[int, float, float, float, float, float, str]
 
 
 @dataclass
@@ -112,6 +118,7 @@ class _Sketch:
     """(org, model, class) with a ticket that waits for the org's own leases alone: so do the org's later ones."""
     waited: MutableMapping[str, str] = field(default_factory=dict)
     """Request id -> why it wasn't placed when it was looked at last."""
+    index: PrefixIndex = field(default_factory=PrefixIndex)
 
     def is_open(self, worker: Worker, ticket: Ticket) -> bool:
         return ticket.latency_class < self.kept.get(worker.worker_id, BATCH + 1)
@@ -124,12 +131,19 @@ class _Sketch:
         self.kept[worker.worker_id] = min(latency_class, self.kept.get(worker.worker_id, BATCH))
 
 
-def plan(order: Order, workers: Iterable[Worker], rules: Rules, waited: MutableMapping[str, str] | None = None) -> list[Placement]:
+def plan(
+    order: Order,
+    workers: Iterable[Worker],
+    rules: Rules,
+    waited: MutableMapping[str, str] | None = None,
+    index: PrefixIndex | None = None,
+) -> list[Placement]:
     """Placements for as many tickets as have room, in order. A ticket that has none keeps the worker closest to having it.
 
-    `waited`: request id -> why it wasn't placed the last time; brought up to date.
+    `waited`: request id -> why it wasn't placed the last time. `index`: what was sent where. Both are brought up to date.
     """
-    sketch = _Sketch({worker.worker_id: worker for worker in workers}, waited={} if waited is None else waited)
+    fleet = {worker.worker_id: worker for worker in workers}
+    sketch = _Sketch(fleet, waited={} if waited is None else waited, index=PrefixIndex() if index is None else index)
     placements = []
     for turn in order:
         if sketch.is_closed(REALTIME):
@@ -157,7 +171,8 @@ def _place(turn: Turn, sketch: _Sketch, rules: Rules) -> Placement | None:
         sketch.held_up.add(line)
         sketch.waited[ticket.request_id] = "share"
         return None
-    fits = [placement for w in allowed if (placement := _fit(ticket, w, rules)) is not None]
+    found = sketch.index.found(ticket) if rules.routing == "prefix" else None
+    fits = [placement for w in allowed if (placement := _fit(ticket, w, rules, found)) is not None]
     if not fits:
         sketch.keep(max(allowed, key=lambda w: _spare(w, ticket, rules)), turn)
         sketch.waited[ticket.request_id] = "room"
@@ -165,6 +180,8 @@ def _place(turn: Turn, sketch: _Sketch, rules: Rules) -> Placement | None:
     least = heapq.nsmallest(MAX_CANDIDATES, ((_cost(p), p) for p in fits))  # costs end with names: no two are equal
     best = replace(least[0][1], decision=_decision(ticket, least, {p.worker.worker_id for p in fits}, sketch, rules))
     sketch.workers[best.worker.worker_id] = _debit(best)
+    model = best.worker.models[ticket.model]
+    sketch.index.sent(ticket, best.worker.incarnation, model.num_blocks * model.block_size)
     return best
 
 
@@ -212,13 +229,18 @@ def _is_within_share(ticket: Ticket, worker: Worker, rules: Rules) -> bool:
     return worker.org_blocks.get(ticket.org, 0) + blocks <= share_blocks(model.num_blocks, rules.org(ticket.org))
 
 
-def _fit(ticket: Ticket, worker: Worker, rules: Rules) -> Placement | None:
+def _fit(ticket: Ticket, worker: Worker, rules: Rules, found: Mapping[str, int] | None) -> Placement | None:
+    """`found`: incarnation -> prompt tokens that it has; None where they don't count."""
     model = worker.models[ticket.model]
     slots, blocks = needs(ticket, worker, model, rules)
     free_slots, free_blocks = room(worker, model, ticket.latency_class, preemptible=rules.preemptible)
     if slots > free_slots or blocks > free_blocks:
         return None
-    return Placement(ticket, worker, slots, blocks, model.num_blocks)
+    prefill = 0.0
+    if found is not None:
+        lacking = ticket.num_prompt_tokens + ticket.num_delivered_tokens - found.get(worker.incarnation, 0)
+        prefill = float(lacking * (min(sum(worker.used_slots), worker.max_sequences) + 1))
+    return Placement(ticket, worker, slots, blocks, model.num_blocks, prefill=prefill)
 
 
 def _spare(worker: Worker, ticket: Ticket, rules: Rules) -> tuple[int, int, str]:
@@ -227,12 +249,12 @@ def _spare(worker: Worker, ticket: Ticket, rules: Rules) -> tuple[int, int, str]
 
 
 def _cost(p: Placement) -> _Cost:
-    """What is to be least: choices that wait for a slot there, what is preempted, load, load of rivals, cache in use; then the name."""
+    """What is to be least: choices that wait for a slot there, what is preempted, prefill, load, load of rivals, cache in use; the name."""
     w, rivals = p.worker, slice(p.ticket.latency_class + 1)
     num_waiting = max(0, sum(w.used_slots[rivals]) + p.num_slots - w.max_sequences)
     preempted = _lacking(p.num_slots, sum(w.used_slots), w.max_sequences) + _lacking(p.num_blocks, sum(w.used_blocks), p.max_blocks)
     load, rival_load = min(1.0, sum(w.used_slots) / w.max_sequences), sum(w.used_slots[rivals]) / w.max_sequences
-    return num_waiting, preempted, load, rival_load, sum(w.used_blocks) / p.max_blocks, w.worker_id
+    return num_waiting, preempted, p.prefill, load, rival_load, sum(w.used_blocks) / p.max_blocks, w.worker_id
 
 
 def counts_on(p: Placement) -> str:

@@ -40,6 +40,7 @@ def test_candidates_come_by_cost_and_the_refused_behind_them_with_why() -> None:
     assert dict(zip(TERMS, decision.candidates[1].cost, strict=True)) == {
         "waiting": 0,
         "preempted": 0,
+        "prefill": 64,
         "load": 0.75,
         "rivals": 0.75,
         "cache": 0.5,

@@ -11,7 +11,7 @@ from tests.spans import recorded
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 DECISION = Decision(
     4,
-    [Candidate("w1", (0, 0, 0.5, 0.25, 0.1)), Candidate("w2", (1, 0, 1, 1, 0.9)), Candidate("w3", refused="room")],
+    [Candidate("w1", (0, 0, 32, 0.5, 0.25, 0.1)), Candidate("w2", (1, 0, 48, 1, 1, 0.9)), Candidate("w3", refused="room")],
     waited_for="share",
 )
 
@@ -43,6 +43,7 @@ def test_costs_stand_in_the_candidates_order_and_the_refused_apart() -> None:
     assert {term: told[f"{semconv.FOREBAY_COST}.{term}"] for term in TERMS} == {
         "waiting": [0, 1],
         "preempted": [0, 0],
+        "prefill": [32, 48],
         "load": [0.5, 1],
         "rivals": [0.25, 1],
         "cache": [0.1, 0.9],
