@@ -1,4 +1,4 @@
-"""What the device says of itself: memory, and a CPU's temperature where it has a sensor. A field that a device doesn't tell is None."""
+"""What the device says of itself: memory, and its sensors where it has them. A field that a device doesn't tell is None."""
 
 import platform
 import time
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import psutil
 import torch
+
+from services.worker.nvml import Gpu
 
 CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 """Names under which Linux reports processors, best first."""
@@ -40,8 +42,9 @@ class Sensors:
     """The readings of one device ("cpu", "cuda:0"), taken at most once per `max_age_seconds`. `device` is None for a CPU."""
 
     def __init__(self, device: str, *, max_age_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._read_now = _read_cpu if device == "cpu" else lambda: _read_cuda(device)
         self.device = None if device == "cpu" else _gpu(device)
+        gpu = None if self.device is None else Gpu(self.device.uuid)
+        self._read_now = _read_cpu if gpu is None else lambda: _read_cuda(device, gpu)
         self._max_age_seconds = max_age_seconds
         self._clock = clock
         self._read_at = self._clock()
@@ -86,6 +89,17 @@ def _cpu_temperature() -> float | None:
     return None
 
 
-def _read_cuda(device: str) -> Telemetry:
+def _read_cuda(device: str, gpu: Gpu) -> Telemetry:
+    # Memory by CUDA: of a part of a GPU, too, it tells what that part has.
     free, total = torch.cuda.mem_get_info(device)
-    return Telemetry(total - free, total)
+    utilization, memory_busy = gpu.utilization()
+    return Telemetry(
+        total - free,
+        total,
+        temperature_celsius=gpu.temperature_celsius(),
+        power_watts=gpu.power_watts(),
+        utilization_percent=utilization,
+        memory_busy_percent=memory_busy,
+        sm_clock_mhz=gpu.sm_clock_mhz(),
+        memory_clock_mhz=gpu.memory_clock_mhz(),
+    )

@@ -160,6 +160,7 @@ class Worker:
             memory_used_bytes=reading.memory_used_bytes,
             memory_total_bytes=reading.memory_total_bytes,
             temperature_celsius=reading.temperature_celsius,
+            power_watts=reading.power_watts,
             draining=self.leases.draining,
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),
