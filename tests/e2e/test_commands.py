@@ -46,7 +46,7 @@ def test_explain_tells_where_the_time_of_a_request_went(mesh: Mesh) -> None:
     assert {"PREFILL", "FIRST_TOKEN"} <= set(kinds)
     (candidate,) = attempt["decision"]["candidates"]
     assert candidate["chosen"]
-    assert {term["name"] for term in candidate["cost"]} == {"waiting", "preempted", "load", "rivals", "cache"}
+    assert {term["name"] for term in candidate["cost"]} == {"waiting", "preempted", "prefill", "load", "rivals", "cache"}
     shown = mesh.forebay("explain", request_id).stdout
     assert all(word in shown for word in ("queue", "decode", "worker-1", "chosen", "first token"))
     assert "France" not in json.dumps(record)
