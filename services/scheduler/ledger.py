@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from services.policy.classes import BATCH, REALTIME
@@ -276,6 +276,9 @@ def _whole(key: str) -> list[str | int | float]:
     return ["ZRANGE", key, 0, -1, "WITHSCORES"]
 
 
+_TICKET_FIELDS = frozenset(known.name for known in fields(Ticket))
+
+
 def _write_spec(ticket: Ticket) -> str:
     spec = asdict(ticket)
     for told_apart in ("request_id", "order", "num_delivered_tokens", "excluded_workers", "asked_seconds", "waited_seconds"):
@@ -284,6 +287,7 @@ def _write_spec(ticket: Ticket) -> str:
 
 
 def _read_spec(request_id: str, spec: str, order: str, excluded: str, delivered: int, asked_ms: int, waited_ms: int) -> Ticket:
+    """A scheduler of a later version may say more of a ticket: what isn't known is left out."""
     return Ticket(
         request_id=request_id,
         order=int(order),
@@ -291,5 +295,5 @@ def _read_spec(request_id: str, spec: str, order: str, excluded: str, delivered:
         num_delivered_tokens=delivered,
         asked_seconds=asked_ms / 1000,
         waited_seconds=waited_ms / 1000,
-        **json.loads(spec),
+        **{name: value for name, value in json.loads(spec).items() if name in _TICKET_FIELDS},
     )
