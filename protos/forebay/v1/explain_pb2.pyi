@@ -215,8 +215,8 @@ class CostTerm(_message.Message):
     name: _builtins.str
     """"waiting": choices that would wait for a slot there. "preempted": share of its slots plus share of its blocks that lower classes would
     lose. "prefill": tokens of the prompt that would have to be computed there, times the sequences that they would hold up, itself included;
-    0 unless the scheduler routes by prefix. "load": its slots in use over the sequences of one step, at most 1. "rivals": the same of this class and more urgent ones, not
-    bounded. "cache": share of its blocks in use.
+    0 unless the scheduler routes by prefix. "load": its slots in use over the sequences of one step, at most 1. "rivals": the same of this
+    class and more urgent ones, not bounded. "cache": share of its blocks in use.
     """
     value: _builtins.float
     """Its value."""

@@ -180,8 +180,9 @@ def _place(turn: Turn, sketch: _Sketch, rules: Rules) -> Placement | None:
     least = heapq.nsmallest(MAX_CANDIDATES, ((_cost(p), p) for p in fits))  # costs end with names: no two are equal
     best = replace(least[0][1], decision=_decision(ticket, least, {p.worker.worker_id for p in fits}, sketch, rules))
     sketch.workers[best.worker.worker_id] = _debit(best)
-    model = best.worker.models[ticket.model]
-    sketch.index.sent(ticket, best.worker.incarnation, model.num_blocks * model.block_size)
+    if found is not None:
+        model = best.worker.models[ticket.model]
+        sketch.index.sent(ticket, best.worker.incarnation, model.num_blocks * model.block_size)
     return best
 
 
