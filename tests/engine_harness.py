@@ -12,12 +12,13 @@ from services.worker.engine.request import EngineRequest, FinishReason, Sampling
 from services.worker.engine.speculation.drafter import Drafter
 from services.worker.engine.speculation.model_drafter import ModelDrafter
 from services.worker.engine.verification import DRAFTING_RULES, RULES
-from tests.drafters import always
+from tests.drafters import Guesser, always, often_right
 from tests.fake_runner import fake_engine
 from tests.tiny_models import AnyDecoder, make_cache
 
 Key = tuple[str, int]  # request id, choice
 Ending = tuple[list[int], FinishReason | None]
+BIG = EngineConfig(num_blocks=512, block_size=4, max_step_tokens=64, max_sequences=32)
 REFERENCE = EngineConfig(num_blocks=512, block_size=4, max_step_tokens=4096, max_sequences=1, prefix_cache=False)
 
 
@@ -135,3 +136,19 @@ def endings(whole: dict[Key, TokenOutput]) -> dict[Key, Ending]:
 def alone(requests: Iterable[EngineRequest]) -> dict[Key, Ending]:
     """What a fake engine says to each of them with batching, prefix cache and preemption off."""
     return {key: ending for request in requests for key, ending in endings(run(fake_engine(REFERENCE), [request])).items()}
+
+
+def endings_of(requests: list[EngineRequest], config: EngineConfig = BIG, max_drafts: int = 0) -> dict[Key, Ending]:
+    """With `max_drafts`, drafts that are wrong by turns: nothing that they do may show."""
+    return endings(run(fake_engine(config, speculator=always(max_drafts, Guesser(often_right)) if max_drafts else None), requests))
+
+
+def cached_tokens(engine: Engine, request: EngineRequest) -> int:
+    """How many tokens of its prompt a request finds; it is run to its end."""
+    engine.add(request)
+    cached = None
+    while engine.has_work:
+        for output in engine.step(0.0):
+            cached = output.num_cached_tokens
+    assert cached is not None
+    return cached

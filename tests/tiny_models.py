@@ -237,44 +237,15 @@ def write_gguf(
     `kinds` are other types by a part of a matrix's Hugging Face name.
     Types that the gguf package can't quantise get random blocks of sane size.
     """
-    config = model.config
-    architecture = "llama" if config.model_type == "mistral" else config.model_type
-    writer = gguf.GGUFWriter(path, architecture)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_eos_token_id(2)
-    writer.add_token_list([f"token-{i}" for i in range(config.vocab_size)])
-    writer.add_array("test.numbers", [1, 2, 3])
-    for key, value in (extra or {}).items():
-        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
-    tied = config.tie_word_embeddings
+    writer = gguf.GGUFWriter(path, _architecture(model.config))
+    _add_metadata(writer, model.config, extra or {})
     for name, weight in model.named_parameters():
-        if tied and name == "lm_head.weight":
+        if model.config.tie_word_embeddings and name == "lm_head.weight":
             continue
-        shape = tuple(weight.shape)
-        values = weight.detach().numpy()
-        heads = (
-            {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(name[name.find("_proj") - 1], 0)
-            if "_proj" in name
-            else 0
-        )
-        if architecture == "llama" and heads:  # as llama.cpp's conversion does
-            values = values.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
-        quantised = next((k for part, k in (kinds or {}).items() if part in name), kind) if len(shape) == 2 else "F32"
-        raw, values = _quantise(np.ascontiguousarray(values), gguf.GGMLQuantizationType[quantised])
-        if architecture == "llama" and heads:
-            values = values.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        quantised = next((k for part, k in (kinds or {}).items() if part in name), kind) if weight.dim() == 2 else "F32"
+        raw, values = _stored(name, weight.detach().numpy(), model.config, gguf.GGMLQuantizationType[quantised])
         with torch.no_grad():
-            weight.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+            weight.copy_(torch.from_numpy(values))
         for theirs, ours in _GGUF_NAMES.items():
             name = name.replace(theirs, ours)
         writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[quantised])
@@ -284,6 +255,41 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _architecture(config: PreTrainedConfig) -> str:
+    return "llama" if config.model_type == "mistral" else config.model_type
+
+
+def _add_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig, extra: dict[str, int | float | str]) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_eos_token_id(2)
+    writer.add_token_list([f"token-{i}" for i in range(config.vocab_size)])
+    writer.add_array("test.numbers", [1, 2, 3])
+    for key, value in extra.items():
+        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
+
+
+def _stored(name: str, values: np.ndarray, config: PreTrainedConfig, kind: gguf.GGMLQuantizationType) -> tuple[np.ndarray, np.ndarray]:
+    """(raw, what it comes to in fp32): the heads of a Llama's q and k are interleaved in the file, as llama.cpp's conversion does."""
+    heads = (
+        {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(name[name.find("_proj") - 1], 0) if "_proj" in name else 0
+    )
+    if _architecture(config) != "llama" or not heads:
+        return _quantise(np.ascontiguousarray(values), kind)
+    shape, half = values.shape, values.shape[0] // heads // 2
+    raw, stored = _quantise(np.ascontiguousarray(values.reshape(heads, 2, half, *shape[1:]).swapaxes(1, 2).reshape(shape)), kind)
+    return raw, np.ascontiguousarray(stored.reshape(heads, half, 2, *shape[1:]).swapaxes(1, 2).reshape(shape))
 
 
 def _quantise(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> tuple[np.ndarray, np.ndarray]:
