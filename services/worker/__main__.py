@@ -1,6 +1,7 @@
 """`python -m services.worker`: loads a model, serves it to the mesh, drains on SIGTERM."""
 
 import asyncio
+import faulthandler
 import functools
 import os
 import sys
@@ -14,6 +15,9 @@ from services.worker.loading import load
 from services.worker.settings import WorkerSettings
 from services.worker.worker import EngineFailed, Worker
 
+STUCK_SECONDS = 30.0
+"""An event loop that nothing came by for so long ends with its process."""
+
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     """A worker's life."""
@@ -24,11 +28,24 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     worker = Worker(*loaded, settings, identity=identity)
     await worker.start()
     announce("listening", service="worker", address=worker.address, internal_address=worker.internal_address)
+    guard = asyncio.create_task(guard_event_loop(), name="guard the event loop")
     try:
         await worker.until(stop)
         await worker.drain(settings.drain_seconds)
     finally:
         await worker.stop()
+        guard.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+async def guard_event_loop() -> None:
+    """For ever: who watches the engine may be stuck itself, on a lock or behind native code that keeps the interpreter.
+
+    Then a thread that needs neither ends the process, with every thread's stack on stderr.
+    """
+    while True:
+        faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+        await asyncio.sleep(1.0)
 
 
 def main() -> int:

@@ -180,6 +180,8 @@ class Leases:
         """Hands a request and its compiled grammar to the engine. StatusError: stale epoch, bad value, too large, no room, draining."""
         if self.draining:
             raise unavailable("this worker is draining; place again", reason="DRAINING")
+        if not self._loop.healthy:
+            raise unavailable("the engine of this worker hangs or has failed; place again", reason="ENGINE_HANGS")
         request = to_engine(message, self._served, f"{message.request_id}#{message.epoch}", grammar)
         self._supersede(message.request_id, message.epoch)
         lease = Lease(

@@ -13,11 +13,11 @@ from forebay.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from services.common import log, rpc
 from services.common.address import reachable, split, with_port
 from services.common.callers import Callers
-from services.common.errors import Code, StatusError
+from services.common.errors import Code, StatusError, unavailable
 from services.common.process import InternalHttp
 from services.common.tls import Identity
 from services.worker.engine.engine import Engine
-from services.worker.engine_loop import STALL_SECONDS, EngineLoop, Turn
+from services.worker.engine_loop import EngineLoop, Turn
 from services.worker.leases import MAX_WAITING, Leases
 from services.worker.metrics import Metrics
 from services.worker.node import Beat, Node
@@ -27,12 +27,10 @@ from services.worker.settings import WorkerSettings
 from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
+from services.worker.watchdog import Pauses
 from services.worker.wire import Served
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
-
-STALL_EXIT_SECONDS = 20.0
-"""A step loop that hangs for this long won't come back; only a new process helps."""
 
 WATCH_SECONDS = 0.25
 
@@ -132,7 +130,7 @@ class Worker:
         await asyncio.gather(self._watch, return_exceptions=True)
         await self.node.stop()
         await self._server.stop(grace=0.5)
-        await self.loop.stop()
+        await self.loop.stop(5.0 if self.loop.healthy else 0.5)
         await self._internal.stop()
 
     def why_not_ready(self) -> str | None:
@@ -202,20 +200,24 @@ class Worker:
         if self.loop.failed.done():
             return "the engine has failed"
         if not self.loop.healthy:
-            return f"the step loop has had work and made no progress for {self.loop.stalled_seconds:.0f} s (limit {STALL_SECONDS:.0f})"
+            seconds, limit = self.loop.stalled_seconds, self.loop.limit.seconds
+            return f"the step loop has had work and made no progress for {seconds:.0f} s (limit {limit:.0f})"
         return None
 
     async def _watch_health(self) -> None:
-        """Tells health checks what the step loop does. EngineFailed when it hangs for good."""
+        """Tells health checks what the step loop does, and sends its streams elsewhere where it stalls. EngineFailed: for good."""
         told: bool | None = None
+        pauses = Pauses(asyncio.get_running_loop().time())
         while True:
+            self.loop.forgive(pauses.look(asyncio.get_running_loop().time()))
             healthy = self.loop.healthy
             if healthy != told:
                 told = healthy
                 self._metrics.healthy.set(healthy)
                 await rpc.set_health(self._health, serving=healthy and not self.leases.draining, service_names=[SERVICE_NAME])
                 self.node.nudge()
-            if self.loop.stalled_seconds > STALL_EXIT_SECONDS:
-                self.leases.fail_all(StatusError(Code.INTERNAL, "the step loop hangs; this worker is stopping", reason="ENGINE_HANGS"))
+            if not healthy:
+                self.leases.fail_all(unavailable("the step loop hangs; place again", reason="ENGINE_HANGS"))
+            if self.loop.lost:
                 raise EngineFailed(f"the step loop has made no progress for {self.loop.stalled_seconds:.0f} s")
             await asyncio.sleep(WATCH_SECONDS)
