@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -214,13 +214,22 @@ class FakeWorker:
     """Attaches to schedulers, lists what it is told to hold, and remembers what was revoked."""
 
     def __init__(
-        self, worker_id: str = "w1", incarnation: str = "i1", *, slots: int = 4, num_blocks: int = 64, beat_seconds: float = 0.05
+        self,
+        worker_id: str = "w1",
+        incarnation: str = "i1",
+        *,
+        slots: int = 4,
+        num_blocks: int = 64,
+        beat_seconds: float = 0.05,
+        died_with: Iterable[tuple[str, int, int]] = (),
     ) -> None:
         model = scheduler_pb2.WorkerModel(model=MODEL, version="v1", block_size=16, num_blocks=num_blocks, loaded=True)
         model.max_model_len = min(1024, num_blocks * 16)
         self.register = scheduler_pb2.Register(
             worker_id=worker_id, incarnation=incarnation, address=f"{worker_id}:1", models=[model], max_sequences=slots, max_waiting=2
         )
+        for request_id, epoch, num_output_tokens in died_with:
+            self.register.died_with.add(request_id=request_id, epoch=epoch, num_output_tokens=num_output_tokens)
         self.leases: dict[str, scheduler_pb2.LeaseProgress] = {}
         self.revoked: list[tuple[str, int]] = []
         self.state = scheduler_pb2.Heartbeat(healthy=True)

@@ -11,6 +11,7 @@ from services.common import log, process, tls, tracing
 from services.common.process import announce
 from services.common.settings import SettingsError, read
 from services.worker.engine.config import ModelFileError
+from services.worker.flight_record import FlightRecord, RecordedRunner
 from services.worker.loading import load
 from services.worker.settings import WorkerSettings
 from services.worker.worker import EngineFailed, Worker
@@ -25,7 +26,11 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     loaded = await load(settings, stop)
     if loaded is None:
         return
-    worker = Worker(*loaded, settings, identity=identity)
+    engine, served = loaded
+    record = FlightRecord(settings.flight_record_file) if settings.flight_record_file else None
+    if record is not None:
+        engine.runner = RecordedRunner(engine.runner, record)
+    worker = Worker(engine, served, settings, identity=identity, died_with=record.before if record else ())
     await worker.start()
     announce("listening", service="worker", address=worker.address, internal_address=worker.internal_address)
     guard = asyncio.create_task(guard_event_loop(), name="guard the event loop")

@@ -182,7 +182,7 @@ class Leases:
             raise unavailable("this worker is draining; place again", reason="DRAINING")
         if not self._loop.healthy:
             raise unavailable("the engine of this worker hangs or has failed; place again", reason="ENGINE_HANGS")
-        request = to_engine(message, self._served, f"{message.request_id}#{message.epoch}", grammar)
+        request = to_engine(message, self._served, grammar)
         self._supersede(message.request_id, message.epoch)
         lease = Lease(
             message.request_id,

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -18,6 +18,7 @@ from services.common.process import InternalHttp
 from services.common.tls import Identity
 from services.worker.engine.engine import Engine
 from services.worker.engine_loop import EngineLoop, Turn
+from services.worker.flight_record import InFlight
 from services.worker.leases import MAX_WAITING, Leases
 from services.worker.metrics import Metrics
 from services.worker.node import Beat, Node
@@ -28,7 +29,7 @@ from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
 from services.worker.watchdog import Pauses
-from services.worker.wire import Served
+from services.worker.wire import Served, in_flight
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
@@ -54,8 +55,10 @@ class Worker:
         beat: Beat | None = None,
         clock: Callable[[], float] = time.monotonic,
         identity: Identity | None = None,
+        died_with: Sequence[InFlight] = (),
     ) -> None:
-        """`clock` times the engine's steps, and so tells when they hang."""
+        """`clock` times the engine's steps, and so tells when they hang. `died_with`: what the last start's last step held."""
+        self._died_with = died_with
         self._identity = identity
         self.incarnation = secrets.token_hex(8)
         self._served = served
@@ -186,6 +189,7 @@ class Worker:
             max_sequences=settings.max_sequences,
             max_waiting=MAX_WAITING,
             region=settings.region,
+            died_with=[in_flight(entry) for entry in self._died_with],
         )
 
     def _observe(self, turn: Turn) -> None:
