@@ -227,6 +227,9 @@ class Attachment:
         worker_id = self._registration.worker_id
         if not self._scheduler.registry.beat(worker_id, self, heartbeat, time.monotonic()):
             raise StatusError(Code.ABORTED, f"a newer stream of worker {worker_id} has taken over", reason="SUPERSEDED")
+        drained = self._scheduler.drains.covers(self._registration)
+        if drained != heartbeat.drained:
+            await self._context.write(scheduler_pb2.AttachResponse(drain=scheduler_pb2.Drain(drain=drained)))
         try:
             revoked = await self._report(heartbeat)
         except StatusError as error:

@@ -86,6 +86,8 @@ class Worker:
         self._beat = beat
         self._step_spans = StepSpans()
         self._num_used_blocks = 0  # after the last turn
+        self._drained = self._leaving = False
+        self._drain: asyncio.Task[None] | None = None
         self.address = ""
         self.internal_address = ""
 
@@ -101,7 +103,13 @@ class Worker:
         self.loop.start()
         await self._server.start()
         self.node = Node(
-            settings.scheduler_addresses, self._register(), self.heartbeat, self.leases.revoke, beat=self._beat, identity=self._identity
+            settings.scheduler_addresses,
+            self._register(),
+            self.heartbeat,
+            self.leases.revoke,
+            self.set_drained,
+            beat=self._beat,
+            identity=self._identity,
         )
         self.leases.on_room = self.node.nudge
         self.node.start()
@@ -113,6 +121,7 @@ class Worker:
         any_of: set[asyncio.Future[Any]] = {stopped, self._watch, self.loop.failed}
         await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
+        self._leaving = True
         if self.loop.failed.done():
             raise EngineFailed(f"the engine failed: {self.loop.failed.result()!r}")
         if self._watch.done():
@@ -127,10 +136,27 @@ class Worker:
         if not await self.leases.idle(seconds):
             self.leases.fail_all(StatusError(Code.UNAVAILABLE, "this worker is stopping; place again", reason="DRAINED"))
 
+    def set_drained(self, drained: bool) -> None:
+        """An operator takes it out of service, or puts it back. Idempotent; of no effect on a worker that is about to go."""
+        if drained == self._drained or self._leaving:
+            return
+        self._drained = drained
+        if self._drain is not None:
+            self._drain.cancel()
+        self._drain = asyncio.create_task(self.drain(self._settings.drain_seconds) if drained else self._come_back(), name="drain")
+
+    async def _come_back(self) -> None:
+        self.leases.draining = False
+        await rpc.set_health(self._health, serving=self.loop.healthy, service_names=[SERVICE_NAME])
+        self.node.nudge()
+        _logger.info("back in service")
+
     async def stop(self) -> None:
         """Leaves the schedulers, ends the calls, the thread and the ports."""
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
+        if self._drain is not None:
+            self._drain.cancel()
         await self.node.stop()
         await self._server.stop(grace=0.5)
         await self.loop.stop(5.0 if self.loop.healthy else 0.5)
@@ -163,6 +189,7 @@ class Worker:
             temperature_celsius=reading.temperature_celsius,
             power_watts=reading.power_watts,
             draining=self.leases.draining,
+            drained=self._drained,
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),
             loaded_models=[self._served.model],

@@ -655,6 +655,7 @@ class Heartbeat(_message.Message):
     HEALTHY_FIELD_NUMBER: _builtins.int
     CLASS_USAGE_FIELD_NUMBER: _builtins.int
     LOADED_MODELS_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Counts up from 1 in one incarnation."""
     num_used_blocks: _builtins.int
@@ -683,6 +684,8 @@ class Heartbeat(_message.Message):
     """No new work, please: it is leaving."""
     healthy: _builtins.bool
     """False when the step loop has work and makes no progress."""
+    drained: _builtins.bool
+    """It is out of service by an operator's word, as Drain brought it."""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseProgress]:
         """Every lease that it works on, with its progress. A lease not listed is not there."""
@@ -715,10 +718,11 @@ class Heartbeat(_message.Message):
         healthy: _builtins.bool = ...,
         class_usage: _abc.Iterable[Global___ClassUsage] | None = ...,
         loaded_models: _abc.Iterable[_builtins.str] | None = ...,
+        drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "power_watts", b"power_watts", "temperature_celsius", b"temperature_celsius"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "class_usage", b"class_usage", "draining", b"draining", "healthy", b"healthy", "leases", b"leases", "loaded_models", b"loaded_models", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "num_cached_blocks", b"num_cached_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "power_watts", b"power_watts", "sequence_number", b"sequence_number", "step_seconds", b"step_seconds", "temperature_celsius", b"temperature_celsius", "tokens_per_second", b"tokens_per_second", "utilization", b"utilization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "class_usage", b"class_usage", "drained", b"drained", "draining", b"draining", "healthy", b"healthy", "leases", b"leases", "loaded_models", b"loaded_models", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "num_cached_blocks", b"num_cached_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "power_watts", b"power_watts", "sequence_number", b"sequence_number", "step_seconds", b"step_seconds", "temperature_celsius", b"temperature_celsius", "tokens_per_second", b"tokens_per_second", "utilization", b"utilization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__power_watts: _TypeAlias = _typing.Literal["power_watts"]  # noqa: Y015
     _WhichOneofArgType__power_watts: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts"]  # noqa: Y015
@@ -803,6 +807,7 @@ class AttachResponse(_message.Message):
 
     REGISTERED_FIELD_NUMBER: _builtins.int
     REVOKE_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registered(self) -> Global___Registered:
         """The registration stands."""
@@ -811,17 +816,22 @@ class AttachResponse(_message.Message):
     def revoke(self) -> Global___Revoke:
         """Stop working on these: the lease has ended or moved."""
 
+    @_builtins.property
+    def drain(self) -> Global___Drain:
+        """An operator has taken it out of service, or put it back."""
+
     def __init__(
         self,
         *,
         registered: Global___Registered | None = ...,
         revoke: Global___Revoke | None = ...,
+        drain: Global___Drain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "registered", b"registered", "revoke", b"revoke"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "registered", b"registered", "revoke", b"revoke"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "registered", b"registered", "revoke", b"revoke"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "registered", b"registered", "revoke", b"revoke"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["registered", "revoke"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["registered", "revoke", "drain"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -848,6 +858,28 @@ class Registered(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Registered: _TypeAlias = Registered  # noqa: Y015
+
+@_typing.final
+class Drain(_message.Message):
+    """Whether a worker is out of service."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAIN_FIELD_NUMBER: _builtins.int
+    drain: _builtins.bool
+    """True: take no new work, and send away what outlasts FOREBAY_DRAIN_SECONDS. False: go on as before."""
+    def __init__(
+        self,
+        *,
+        drain: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
 class Revoke(_message.Message):

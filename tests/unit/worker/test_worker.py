@@ -128,6 +128,34 @@ async def test_what_outlasts_a_drain_is_told_to_go_elsewhere() -> None:
         assert (caught.value.code(), from_rpc(caught.value).reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINED")
 
 
+async def test_a_worker_put_back_into_service_takes_work_and_ends_none() -> None:
+    async with serving() as worker:
+        worker.runner.hold()
+        call = worker.stub.Generate(worker.request())
+        await call.read()
+        worker.worker.set_drained(True)
+        await until_health(worker, health_pb2.HealthCheckResponse.NOT_SERVING)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await hear(worker.stub.Generate(worker.request("late")))
+        assert from_rpc(caught.value).reason == "DRAINING"
+        worker.worker.set_drained(False)
+        await until_health(worker, health_pb2.HealthCheckResponse.SERVING)
+        worker.runner.release()
+        assert (await hear(call)).tokens() == continuation([1, 2, 3], 8)
+        assert (await hear(worker.stub.Generate(worker.request("after")))).tokens() == continuation([1, 2, 3], 8)
+
+
+async def test_a_worker_that_is_about_to_go_is_not_put_back() -> None:
+    async with serving() as worker:
+        stop = asyncio.Event()
+        stop.set()
+        worker.worker.set_drained(True)
+        await worker.worker.until(stop)
+        await worker.worker.drain(1)
+        worker.worker.set_drained(False)
+        assert worker.worker.heartbeat().draining
+
+
 async def test_a_stop_signal_ends_the_service() -> None:
     async with serving() as worker:
         stop = asyncio.Event()
