@@ -178,7 +178,9 @@ class Leases:
         """Hands a request and its compiled grammar to the engine. StatusError: stale epoch, bad value, too large, no room, draining."""
         if self.draining:
             raise unavailable("this worker is draining; place again", reason="DRAINING")
-        request = to_engine(message, served, f"{message.request_id}#{message.epoch}", grammar)
+        if not self._loop.healthy:
+            raise unavailable("the engine of this worker hangs or has failed; place again", reason="ENGINE_HANGS")
+        request = to_engine(message, served, grammar)
         self._supersede(message.request_id, message.epoch)
         lease = Lease(
             message.request_id,

@@ -28,6 +28,7 @@ from services.worker.engine.request import (
 from services.worker.engine.speculation.model_drafter import ModelDrafter
 from services.worker.engine.speculation.speculator import SpeculationCounters, Speculator
 from services.worker.engine.speculation.suffix_drafter import SuffixDrafter
+from services.worker.engine.step_time import Load
 
 __all__ = [
     "Engine",
@@ -206,6 +207,14 @@ class Engine:
             (request_id, sum(s.num_output_tokens for s in group.sequences), len({b for s in group.sequences for b in s.block_table}))
             for request_id, group in self.batcher.queue.requests.items()
         ]
+
+    def full_step_seconds(self) -> float:
+        """What a step as full as one may be should take, by the steps so far; 0 while too few have been."""
+        step_time, pool = self.batcher.step_time, self.batcher.tables.pool
+        if not step_time.known:
+            return 0.0
+        num_tokens = self.config.max_step_tokens
+        return step_time.seconds(Load(num_tokens, self.config.max_sequences, num_tokens + pool.num_used * self.config.block_size))
 
     def stats(self) -> EngineStats:
         """Numbers for heartbeats and metrics."""
