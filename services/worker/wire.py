@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from forebay.v1 import explain_pb2, types_pb2, worker_pb2
+from forebay.v1 import explain_pb2, scheduler_pb2, types_pb2, worker_pb2
 from services.common.errors import Code, StatusError, invalid
 from services.text.compiler import Compiler
 from services.worker.engine.grammar import Grammar
@@ -112,6 +112,12 @@ def append(delta: worker_pb2.TokenDelta, output: TokenOutput) -> None:
     if output.finish_reason is not None:
         delta.finish_reason = FINISH_REASONS[output.finish_reason]
         delta.grammar_complete = output.finish_reason is FinishReason.COMPLETE
+
+
+def step_time_model(line: tuple[float, float, float, float]) -> scheduler_pb2.StepTimeModel:
+    """For heartbeats; see StepTime.line."""
+    fixed, per_token, per_row, per_key = line
+    return scheduler_pb2.StepTimeModel(fixed_seconds=fixed, token_seconds=per_token, row_seconds=per_row, key_seconds=per_key)
 
 
 def size(output: TokenOutput) -> int:

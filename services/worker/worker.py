@@ -27,7 +27,7 @@ from services.worker.settings import WorkerSettings
 from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
-from services.worker.wire import Served
+from services.worker.wire import Served, step_time_model
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
@@ -61,6 +61,7 @@ class Worker:
         self._identity = identity
         self.incarnation = secrets.token_hex(8)
         self._served = served
+        self._max_step_tokens = engine.config.max_step_tokens
         self._settings = settings
         registry = CollectorRegistry()
         throughput = Throughput(num_blocks=served.num_blocks, block_size=served.block_size, max_sequences=settings.max_sequences)
@@ -165,10 +166,13 @@ class Worker:
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),
             loaded_models=[self._served.model],
+            step_time=None if stats.step_time is None else step_time_model(stats.step_time),
+            num_prefill_tokens=stats.num_prefill_tokens,
+            celsius_per_second=self._sensors.celsius_per_second,
         )
 
     def _register(self) -> scheduler_pb2.Register:
-        settings, served = self._settings, self._served
+        settings, served, reading = self._settings, self._served, self._sensors.read()
         model = scheduler_pb2.WorkerModel(
             model=served.model,
             version=served.version,
@@ -188,6 +192,13 @@ class Worker:
             max_sequences=settings.max_sequences,
             max_waiting=MAX_WAITING,
             region=settings.region,
+            max_step_tokens=self._max_step_tokens,
+            capacity=scheduler_pb2.Capacity(
+                memory_bytes=reading.memory_total_bytes,
+                memory_bytes_per_second=settings.memory_bytes_per_second or reading.memory_bytes_per_second,
+                flops=settings.flops,
+                slowdown_celsius=settings.slowdown_celsius or reading.slowdown_celsius,
+            ),
         )
 
     def _observe(self, turn: Turn) -> None:
