@@ -1,4 +1,4 @@
-"""`python -m services.worker`: loads a model, serves it to the mesh, drains on SIGTERM."""
+"""`python -m services.worker`: loads models, serves them to the mesh, drains on SIGTERM."""
 
 import asyncio
 import functools
@@ -21,7 +21,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     loaded = await load(settings, stop)
     if loaded is None:
         return
-    worker = Worker(*loaded, settings, identity=identity)
+    worker = Worker(loaded, settings, identity=identity)
     await worker.start()
     announce("listening", service="worker", address=worker.address, internal_address=worker.internal_address)
     try:

@@ -1,4 +1,4 @@
-"""The only thread of a worker: it steps the engine. Knows no RPC.
+"""The only thread of a worker: it steps the device's engines. Knows no RPC.
 
 Commands go in through a queue; what steps bring comes out in turns, one wake-up of the event loop each (DESIGN 8.11).
 Everything public is called on the event loop; what the thread runs is marked so.
@@ -9,14 +9,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from services.common import log
 from services.common.errors import Code, StatusError
-from services.worker.engine.engine import Engine, EngineStats
+from services.worker.engine.engine import EngineStats
 from services.worker.engine.request import EngineRequest, InvalidRequest, RequestTooLarge, TokenOutput
+from services.worker.sharing.device import Progress, SharedDevice
 
 STALL_SECONDS = 10.0
 """With work and without progress for this long, the worker is not healthy."""
@@ -54,8 +55,9 @@ class _Open:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the engine. Times by the loop's clock."""
+    """One step of one engine. Times by the loop's clock."""
 
+    model: str
     started: float
     ended: float
     num_tokens: int  # computed, the prompts' included
@@ -70,8 +72,8 @@ class Step:
 class Turn:
     """What the event loop takes from the thread at once: of some steps, perhaps one or none."""
 
-    stats: EngineStats
-    progress: dict[str, tuple[int, int]]  # request id -> (output tokens, blocks)
+    stats: Mapping[str, EngineStats]  # by model
+    progress: Progress
     outputs: list[TokenOutput] = field(default_factory=list)
     refusals: list[tuple[str, StatusError]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -114,13 +116,13 @@ class StepWindow:
 
 
 class EngineLoop:
-    """Runs an engine that nobody else touches."""
+    """Runs a device's engines, which nobody else touches."""
 
     def __init__(
-        self, engine: Engine, *, clock: Callable[[], float] = time.monotonic, observe: Callable[[Turn], None] | None = None
+        self, device: SharedDevice, *, clock: Callable[[], float] = time.monotonic, observe: Callable[[Turn], None] | None = None
     ) -> None:
         """`observe` sees each turn on the event loop, after its outputs were delivered."""
-        self._engine = engine
+        self._device = device
         self._clock = clock
         self._observe = observe
         self._wake = threading.Condition()
@@ -133,7 +135,7 @@ class EngineLoop:
         self._unsaid: list[Turn] = []  # by the thread, and not collected
         self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.last_turn = Turn(engine.stats(), {})
+        self.last_turn = Turn(device.stats(), {})
         self.num_stale_outputs = 0
 
     def start(self) -> None:
@@ -272,20 +274,19 @@ class EngineLoop:
     def _turn(self, commands: list[EngineRequest | str]) -> Turn:
         refusals = self._apply(commands)
         started = self._clock()
-        if not self._engine.has_work:
+        if not self._device.has_work:
             self._progressed_at = started
-            return Turn(self._engine.stats(), {}, refusals=refusals)
-        counters = self._engine.batcher.counters
-        computed, generated = counters.computed_tokens, counters.generated_tokens
+            return Turn(self._device.stats(), {}, refusals=refusals)
         self._stepping_since = started
-        outputs = self._engine.step(started)
+        done = self._device.step(started)
         self._stepping_since = None
-        step = Step(started, self._clock(), counters.computed_tokens - computed, counters.generated_tokens - generated)
-        if outputs or step.num_tokens:
+        step = Step(done.model, started, self._clock(), done.num_tokens, done.num_generated_tokens)
+        self._device.took(step.model, step.seconds)
+        if done.outputs or step.num_tokens:
             self._progressed_at = step.ended
         else:
             self._pause()
-        return Turn(self._engine.stats(), self._progress(), outputs, refusals, [step])
+        return Turn(self._device.stats(), self._device.progress(), done.outputs, refusals, [step])
 
     def _say(self, turn: Turn, *, urgent: bool) -> None:
         """Leaves a turn to be collected, at once where somebody waits for it."""
@@ -305,21 +306,18 @@ class EngineLoop:
         refusals = []
         for command in commands:
             if isinstance(command, str):
-                self._engine.abort(command)
+                self._device.abort(command)
                 continue
             try:
-                self._engine.add(command)
+                self._device.add(command)
             except (RequestTooLarge, InvalidRequest) as error:
                 refusals.append((command.request_id, StatusError(Code.INVALID_ARGUMENT, str(error), reason="REQUEST_REFUSED")))
         return refusals
 
-    def _progress(self) -> dict[str, tuple[int, int]]:
-        return {request_id: (num_output_tokens, num_blocks) for request_id, num_output_tokens, num_blocks in self._engine.progress()}
-
     def _take(self) -> list[EngineRequest | str] | None:
         """The commands that came in; sleeps while there is neither a command nor work. None: stop."""
         with self._wake:
-            while not self._commands and not self._stopping and not self._engine.has_work:
+            while not self._commands and not self._stopping and not self._device.has_work:
                 self._wake.wait()
             if self._stopping:
                 return None

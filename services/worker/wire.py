@@ -2,7 +2,7 @@
 the engine for all.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -35,7 +35,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class Served:
-    """The model of this worker, as requests see it."""
+    """A model of this worker, as requests see it."""
 
     model: str  # "name@level"
     version: str
@@ -47,19 +47,19 @@ class Served:
     compiler: Compiler | None = None  # None: the model's files have no tokenizer that grammars could be compiled for
 
 
-def check_target(request: worker_pb2.WorkerServiceGenerateRequest, served: Served, incarnation: str) -> None:
-    """Refuses what is meant for another worker, model or version."""
+def target(request: worker_pb2.WorkerServiceGenerateRequest, models: Mapping[str, Served], incarnation: str) -> Served:
+    """The model that is meant. StatusError for another worker, model or version."""
     if request.incarnation != incarnation:
         raise StatusError(
             Code.FAILED_PRECONDITION, "the lease is for an earlier start of this worker; place again", reason="STALE_INCARNATION"
         )
-    if request.model != served.model:
-        raise StatusError(
-            Code.NOT_FOUND, f"model {request.model!r} isn't here; this worker serves {served.model!r}", reason="MODEL_NOT_FOUND"
-        )
+    if (served := models.get(request.model)) is None:
+        here = ", ".join(map(repr, models))
+        raise StatusError(Code.NOT_FOUND, f"model {request.model!r} isn't here; this worker serves {here}", reason="MODEL_NOT_FOUND")
     if request.model_version != served.version:
         message = f"version {request.model_version!r} of {served.model!r} isn't here; this worker has {served.version!r}"
         raise StatusError(Code.FAILED_PRECONDITION, message, reason="MODEL_VERSION")
+    return served
 
 
 def to_engine(
@@ -93,6 +93,7 @@ def to_engine(
         ttft_target_seconds=_within("ttft_target_seconds", request.ttft_target_seconds, 0, MAX_SECONDS),
         tpot_target_seconds=_within("tpot_target_seconds", request.tpot_target_seconds, 0, MAX_SECONDS),
         waited_seconds=_within("waited_seconds", request.waited_seconds, 0, MAX_SECONDS),
+        model=served.model,
     )
 
 

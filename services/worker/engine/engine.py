@@ -13,6 +13,7 @@ from services.worker.engine.batch import Batch, Runner, SpanResult
 from services.worker.engine.batcher import Batcher
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.request import (
+    LATENCY_CLASSES,
     EngineRequest,
     FinishReason,
     InvalidRequest,
@@ -135,6 +136,17 @@ class Engine:
     def has_work(self) -> bool:
         """True while a step would do or say something."""
         return self.batcher.has_work
+
+    @property
+    def most_urgent_class(self) -> int:
+        """Of the live requests; batch where there is none."""
+        return min((group.request.latency_class for group in self.batcher.queue.requests.values()), default=LATENCY_CLASSES[-1])
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """(computed, generated) since the start; recomputed ones count again."""
+        counters = self.batcher.counters
+        return counters.computed_tokens, counters.generated_tokens
 
     def add(self, request: EngineRequest) -> None:
         """Queues a request. InvalidRequest for a value that can't be computed with, RequestTooLarge for what can never fit."""

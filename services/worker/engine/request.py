@@ -88,6 +88,7 @@ class EngineRequest:
     ttft_target_seconds: float = 0.0  # for the first token, from the gateway's first sight of the request; 0: none
     tpot_target_seconds: float = 0.0  # for each further token; 0: none
     waited_seconds: float = 0.0  # since that first sight
+    model: str = ""  # whose engine it is for, where a device has several; an engine doesn't look
 
 
 @dataclass(frozen=True)

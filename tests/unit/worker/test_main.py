@@ -49,8 +49,8 @@ def test_what_is_wrong_is_said_in_one_line(variables: dict[str, str], line: str)
 async def test_a_worker_says_where_it_listens_and_drains_when_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, served = toy(ToyRunner())
 
-    async def load(*_: object) -> tuple[Engine, Served]:
-        return engine, served
+    async def load(*_: object) -> list[tuple[Engine, Served]]:
+        return [(engine, served)]
 
     monkeypatch.setattr(main_module, "load", load)
     said: list[dict[str, object]] = []
