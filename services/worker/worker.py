@@ -17,6 +17,7 @@ from services.common.errors import Code, StatusError
 from services.common.process import InternalHttp
 from services.common.tls import Identity
 from services.worker.engine.config import EngineConfig
+from services.worker.engine.encoder import Encoder
 from services.worker.engine.engine import Engine
 from services.worker.engine_loop import STALL_SECONDS, EngineLoop, Turn
 from services.worker.leases import MAX_WAITING, Leases
@@ -50,7 +51,7 @@ class Worker:
 
     def __init__(
         self,
-        models: Sequence[tuple[Engine, Served]],
+        models: Sequence[tuple[Engine | Encoder, Served]],
         settings: WorkerSettings,
         *,
         pace: Pace | None = None,
@@ -73,7 +74,7 @@ class Worker:
         self._service = WorkerService(self.leases, self._models, self.incarnation, pace=pace)
         self._sensors = Sensors(settings.device)
         self._metrics.watch(lambda: self.loop.last_turn.stats, lambda: self.loop.num_stale_outputs, self._sensors)
-        self._metrics.describe_caches([_cache_facts(engine.config, served) for engine, served in models])
+        self._metrics.describe_caches([_cache_facts(engine.config, served) for engine, served in models if isinstance(engine, Engine)])
         self._server = rpc.server([Callers(CALLERS)] if identity else [])
         self._internal = InternalHttp(settings.internal_address, registry, self.why_not_ready, sound=self._why_not_sound)
         self._beat = beat
@@ -226,6 +227,7 @@ def _told(served: Served) -> scheduler_pb2.WorkerModel:
         max_model_len=served.max_model_len,
         loaded=True,
         fingerprint=served.fingerprint,
+        max_call_tokens=served.max_call_tokens,
     )
 
 

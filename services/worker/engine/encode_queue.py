@@ -7,6 +7,7 @@ that was left out of many steps begins the next one, so that none starves.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from services.worker.engine.request import LATENCY_CLASSES, InvalidRequest, RequestTooLarge
 
@@ -22,6 +23,8 @@ class EncodeRequest:
     inputs: Sequence[Sequence[int]]
     latency_class: int = 2  # 1 realtime, 2 standard, 3 batch
     dimensions: int | None = None
+    model: str = ""  # whose engine it is for, where a device has several; an engine doesn't look
+    num_open_choices: ClassVar[int] = 1  # it ends once
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,11 @@ class EncodeQueue:
     def num_waiting(self) -> int:
         """Requests of which nothing was taken yet."""
         return sum(waiting.num_taken == 0 for waiting in self._all())
+
+    @property
+    def most_urgent_class(self) -> int:
+        """Of what is left; batch where nothing is."""
+        return min((latency_class for latency_class, line in self._lines.items() if line), default=LATENCY_CLASSES[-1])
 
     def add(self, request: EncodeRequest) -> None:
         """Queues a request; see check."""

@@ -6,7 +6,7 @@ There is no cache: what a step computes is said at its end, and nothing is kept.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,16 +40,24 @@ class EncodeOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None  # set with FinishReason.ERROR
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether somebody waits for it: its last vectors complete a request."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True)
 class EncoderStats:
-    """Gauges of now, and counters since the start."""
+    """Gauges of now, and counters since the start. There is no cache, so there are no blocks."""
 
     num_running: int  # requests
     num_waiting: int
     num_computed_tokens: int
     num_inputs: int
     num_steps: int
+    num_blocks: ClassVar[int] = 0
+    num_used_blocks: ClassVar[int] = 0
+    num_cached_blocks: ClassVar[int] = 0
 
 
 class Encoder:
@@ -59,7 +67,7 @@ class Encoder:
         self.config = model.config
         self.model_version = model_version
         self.max_step_tokens = max_step_tokens
-        self.num_computed_tokens = 0
+        self._num_computed_tokens = 0
         self._model = model
         self._queue = EncodeQueue()
         self._num_inputs = 0
@@ -86,6 +94,16 @@ class Encoder:
         """True while a step would do or say something."""
         return len(self._queue) > 0
 
+    @property
+    def most_urgent_class(self) -> int:
+        """Of the live requests; batch where there is none."""
+        return self._queue.most_urgent_class
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """(computed, generated) since the start; it generates none."""
+        return self._num_computed_tokens, 0
+
     def add(self, request: EncodeRequest) -> None:
         """Queues a request. InvalidRequest for a value that can't be computed with, RequestTooLarge for an input that is too long."""
         config = self.config
@@ -105,7 +123,7 @@ class Encoder:
         vectors = self._model(inputs)
         self._num_steps += 1
         self._num_inputs += len(inputs)
-        self.num_computed_tokens += sum(map(len, inputs))
+        self._num_computed_tokens += sum(map(len, inputs))
         outputs = list(_outputs(picks, vectors))
         for output in outputs:
             if output.error is not None:
@@ -121,7 +139,7 @@ class Encoder:
         return EncoderStats(
             num_running=len(self._queue) - self._queue.num_waiting,
             num_waiting=self._queue.num_waiting,
-            num_computed_tokens=self.num_computed_tokens,
+            num_computed_tokens=self._num_computed_tokens,
             num_inputs=self._num_inputs,
             num_steps=self._num_steps,
         )

@@ -90,6 +90,11 @@ class EngineRequest:
     waited_seconds: float = 0.0  # since that first sight
     model: str = ""  # whose engine it is for, where a device has several; an engine doesn't look
 
+    @property
+    def num_open_choices(self) -> int:
+        """How many will end."""
+        return self.n - len(self.finished_choices)
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -127,6 +132,11 @@ class TokenOutput:
     error: str | None = None  # set with FinishReason.ERROR
     unsatisfiable: bool = False  # the error is the request's own fault: see SequenceError
     timeline: Snapshot | None = field(default=None, compare=False)  # of the request, where more has happened than tokens
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether somebody waits for it: a choice's first or last word."""
+        return self.first_position == 0 or self.finish_reason is not None
 
 
 def check(request: EngineRequest, vocab_size: int) -> None:
