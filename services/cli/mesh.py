@@ -116,6 +116,7 @@ class Mesh:
                 "FOREBAY_SCHEDULERS": scheduler_address,
                 "FOREBAY_MODEL": entry,
                 "FOREBAY_WORKER_ID": f"worker-{number}",
+                "FOREBAY_FLIGHT_RECORD_FILE": str(self._home.logs / f"worker-{number}.flight"),
                 "FOREBAY_NUM_THREADS": os.environ.get("FOREBAY_NUM_THREADS", str(threads)),
             }
             if plan.level != "auto":

@@ -9,7 +9,7 @@ from services.worker.engine.encoder import EncodeOutput, EncodeRequest
 from services.worker.engine.request import FinishReason
 from services.worker.metrics import Ended, Metrics
 from services.worker.vector_outbox import VectorOutbox
-from services.worker.wire import MAX_ID_LENGTH, Served
+from services.worker.wire import MAX_ID_LENGTH, Served, engine_id
 
 MAX_INPUTS = 2048  # as worker.proto says
 
@@ -106,7 +106,7 @@ def to_encoder(message: worker_pb2.WorkerServiceEmbedRequest, served: Served) ->
                 f"inputs[{index}]", f"inputs[{index}] holds {min(ids)} .. {max(ids)}; ids must be from 0 to {served.vocab_size - 1}"
             )
     return EncodeRequest(
-        request_id=f"{message.request_id}#{message.epoch}",
+        request_id=engine_id(message.request_id, message.epoch),
         inputs=inputs,
         latency_class=message.latency_class,
         dimensions=message.dimensions or None,

@@ -17,15 +17,16 @@ from services.common import log
 from services.common.errors import Code, StatusError
 from services.worker.engine.request import InvalidRequest, RequestTooLarge
 from services.worker.sharing.device import Output, Progress, Request, SharedDevice, Stats
-
-STALL_SECONDS = 10.0
-"""With work and without progress for this long, the worker is not healthy."""
+from services.worker.watchdog import Limit
 
 SWITCH_INTERVAL_SECONDS = 0.0005
 """How long the engine thread may keep the event loop from the interpreter; Python's default of 5 ms would show in every token's latency."""
 
 IDLE_STEP_SECONDS = 0.005
 """Pause after a step that did nothing although there is work, so that a starved engine doesn't burn a core."""
+
+LEAST_STEP_SECONDS = 1e-6
+"""No step takes less; so one that has ended shows, by whatever clock."""
 
 TURN_SECONDS = 0.02
 """What short steps bring is collected so often: to wake the event loop for each would take a core from the next. First and last words, and
@@ -126,10 +127,11 @@ class EngineLoop:
         self._observe = observe
         self._wake = threading.Condition()
         self._commands: deque[Request | str] = deque()  # a request to add, or an id to abort
-        self._stopping = False
+        self._started = self._stopping = False
         self._open: dict[str, _Open] = {}
         self._progressed_at = clock()
         self._stepping_since: float | None = None
+        self._longest_step_seconds = 0.0
         self._window = StepWindow()
         self._unsaid: list[Turn] = []  # by the thread, and not collected
         self._timer: asyncio.TimerHandle | None = None
@@ -144,6 +146,7 @@ class EngineLoop:
         self._ended = asyncio.Event()
         self.failed: asyncio.Future[BaseException] = self._loop.create_future()
         self._thread.start()
+        self._started = True
 
     def add(self, request: Request, sink: Sink) -> None:
         """Hands a request over; its id must be new. What comes of it goes to `sink`."""
@@ -181,9 +184,26 @@ class EngineLoop:
         return self._clock() - self._progressed_at if has_work else 0.0
 
     @property
+    def limit(self) -> Limit:
+        """How long it may go without progress: well above the longest step that there was or may be."""
+        return Limit.of(max(self._longest_step_seconds, self._device.full_step_seconds()))
+
+    @property
     def healthy(self) -> bool:
-        """False when the engine has failed, or has work and makes no progress."""
-        return not self.failed.done() and self.stalled_seconds < STALL_SECONDS
+        """False when the engine has failed, its thread is gone, or has work and makes no progress."""
+        return not self.failed.done() and not self._is_dead() and self.stalled_seconds < self.limit.seconds
+
+    @property
+    def lost(self) -> bool:
+        """True when it has made no progress for so long that it won't come back, or has no thread any more."""
+        return self._is_dead() or self.stalled_seconds > self.limit.lost_seconds
+
+    def forgive(self, seconds: float) -> None:
+        """The process itself was stopped for so long: no step could end."""
+        self._progressed_at += seconds
+
+    def _is_dead(self) -> bool:
+        return self._started and not self._stopping and not self._thread.is_alive()
 
     @property
     def num_requests(self) -> int:
@@ -281,6 +301,7 @@ class EngineLoop:
         self._stepping_since = None
         step = Step(done.model, started, self._clock(), done.num_tokens, done.num_generated_tokens)
         self._device.took(step.model, step.seconds)
+        self._longest_step_seconds = max(self._longest_step_seconds, step.seconds, LEAST_STEP_SECONDS)
         if done.outputs or step.num_tokens:
             self._progressed_at = step.ended
         else:

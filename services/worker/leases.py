@@ -178,9 +178,8 @@ class Leases:
 
     def admit(self, message: worker_pb2.WorkerServiceGenerateRequest, served: Served, grammar: Grammar | None = None) -> Lease:
         """Hands a request and its compiled grammar to the engine. StatusError: stale epoch, bad value, too large, no room, draining."""
-        if self.draining:
-            raise unavailable("this worker is draining; place again", reason="DRAINING")
-        request = to_engine(message, served, f"{message.request_id}#{message.epoch}", grammar)
+        self._check_open()
+        request = to_engine(message, served, grammar)
         self._supersede(message.request_id, message.epoch)
         lease = Lease(
             message.request_id,
@@ -198,8 +197,7 @@ class Leases:
 
     def admit_embedding(self, message: worker_pb2.WorkerServiceEmbedRequest, served: Served) -> EmbedLease:
         """As admit, of a request for vectors."""
-        if self.draining:
-            raise unavailable("this worker is draining; place again", reason="DRAINING")
+        self._check_open()
         request = to_encoder(message, served)
         self._supersede(message.request_id, message.epoch)
         lease = EmbedLease(message.request_id, message.epoch, request, VectorOutbox(self._pace), self._metrics[served.model], served)
@@ -281,6 +279,13 @@ class Leases:
         except TimeoutError:
             return False
         return True
+
+    def _check_open(self) -> None:
+        """Refuses while nothing new is taken at all."""
+        if self.draining:
+            raise unavailable("this worker is draining; place again", reason="DRAINING")
+        if not self._loop.healthy:
+            raise unavailable("the engine of this worker hangs or has failed; place again", reason="ENGINE_HANGS")
 
     def _supersede(self, request_id: str, epoch: int) -> None:
         """A higher epoch ends the older one; an equal or lower one is refused."""

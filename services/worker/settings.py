@@ -62,6 +62,9 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="host memory for what preempted sequences come back for; where it is full, or 0, they compute it again",
     )
+    flight_record_file: Path | None = Field(
+        None, description="file that outlives this process, for what was in the step that it died in; without, poison isn't found"
+    )
     drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, how long running requests may go on")
 
     def by_model(self, has_cache: Callable[[Path], bool] = lambda _: True) -> list[Self]:

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from forebay.v1 import explain_pb2, types_pb2, worker_pb2
+from forebay.v1 import explain_pb2, scheduler_pb2, types_pb2, worker_pb2
 from services.common.errors import Code, StatusError, invalid
 from services.text.compiler import Compiler
 from services.worker.engine.grammar import Grammar
 from services.worker.engine.request import EngineRequest, FinishReason, SamplingParams, TokenLogprob, TokenOutput
 from services.worker.engine.timeline import Phase, Snapshot
+from services.worker.flight_record import InFlight
 
 _NO_DRAFT, _REFUSED, _ACCEPTED = 0, 1, 2  # verdicts, as worker.proto says
 MAX_CHOICES = 16
@@ -21,6 +22,7 @@ MAX_STOP_TOKENS = 16
 MAX_ID_LENGTH = 128
 SALT_BYTES = 32
 MAX_SECONDS = 30 * 86_400.0  # of targets and waiting
+SUSPECT_TOKENS = 32  # behind what was delivered a worker may have been so far when it died: news wait for a tenth of a second
 
 FINISH_REASONS = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -68,9 +70,7 @@ def target(
     return served
 
 
-def to_engine(
-    request: worker_pb2.WorkerServiceGenerateRequest, served: Served, engine_id: str, grammar: Grammar | None = None
-) -> EngineRequest:
+def to_engine(request: worker_pb2.WorkerServiceGenerateRequest, served: Served, grammar: Grammar | None = None) -> EngineRequest:
     """The engine's request, every bound checked. StatusError INVALID_ARGUMENT names field, value and limit."""
     if not 0 < len(request.request_id) <= MAX_ID_LENGTH:
         raise invalid("request_id", f"request_id must have 1 to {MAX_ID_LENGTH} characters, not {len(request.request_id)}")
@@ -87,7 +87,7 @@ def to_engine(
     sampling = _sampling(request.sampling, len(prompt), served)
     delivered, finished = _replay(request, n, request.sampling.max_tokens, served)
     return EngineRequest(
-        request_id=engine_id,
+        request_id=engine_id(request.request_id, request.epoch),
         prompt_token_ids=prompt,
         sampling=sampling,
         n=n,
@@ -99,8 +99,19 @@ def to_engine(
         ttft_target_seconds=_within("ttft_target_seconds", request.ttft_target_seconds, 0, MAX_SECONDS),
         tpot_target_seconds=_within("tpot_target_seconds", request.tpot_target_seconds, 0, MAX_SECONDS),
         waited_seconds=_within("waited_seconds", request.waited_seconds, 0, MAX_SECONDS),
+        suspect_tokens=max(map(len, delivered), default=0) + SUSPECT_TOKENS if request.suspect else 0,
         model=served.model,
     )
+
+
+def engine_id(request_id: str, epoch: int) -> str:
+    """The engine's name of a lease."""
+    return f"{request_id}#{epoch}"
+
+
+def in_flight(entry: InFlight) -> scheduler_pb2.InFlight:
+    """For the wire."""
+    return scheduler_pb2.InFlight(request_id=entry.request_id, epoch=entry.epoch, num_output_tokens=entry.num_output_tokens)
 
 
 def append(delta: worker_pb2.TokenDelta, output: TokenOutput) -> None:

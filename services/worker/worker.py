@@ -13,13 +13,14 @@ from forebay.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from services.common import log, rpc
 from services.common.address import reachable, split, with_port
 from services.common.callers import Callers
-from services.common.errors import Code, StatusError
+from services.common.errors import Code, StatusError, unavailable
 from services.common.process import InternalHttp
 from services.common.tls import Identity
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.encoder import Encoder
 from services.worker.engine.engine import Engine
-from services.worker.engine_loop import STALL_SECONDS, EngineLoop, Turn
+from services.worker.engine_loop import EngineLoop, Turn
+from services.worker.flight_record import InFlight
 from services.worker.leases import MAX_WAITING, Leases
 from services.worker.metrics import WorkerMetrics
 from services.worker.node import Beat, Node
@@ -30,12 +31,10 @@ from services.worker.sharing.device import SharedDevice
 from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
-from services.worker.wire import Served
+from services.worker.watchdog import Pauses
+from services.worker.wire import Served, in_flight
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
-
-STALL_EXIT_SECONDS = 20.0
-"""A step loop that hangs for this long won't come back; only a new process helps."""
 
 WATCH_SECONDS = 0.25
 
@@ -58,8 +57,10 @@ class Worker:
         beat: Beat | None = None,
         clock: Callable[[], float] = time.monotonic,
         identity: Identity | None = None,
+        died_with: Sequence[InFlight] = (),
     ) -> None:
-        """`clock` times the engines' steps, and so tells when they hang."""
+        """`clock` times the engines' steps, and so tells when they hang. `died_with`: what the last start's last step held."""
+        self._died_with = died_with
         self._identity = identity
         self.incarnation = secrets.token_hex(8)
         engines = {served.model: engine for engine, served in models}
@@ -80,6 +81,8 @@ class Worker:
         self._beat = beat
         self._step_spans = StepSpans()
         self._num_used_blocks = 0  # after the last turn
+        self._drained = self._leaving = False
+        self._drain: asyncio.Task[None] | None = None
         self.address = ""
         self.internal_address = ""
 
@@ -95,7 +98,13 @@ class Worker:
         self.loop.start()
         await self._server.start()
         self.node = Node(
-            settings.scheduler_addresses, self._register(), self.heartbeat, self.leases.revoke, beat=self._beat, identity=self._identity
+            settings.scheduler_addresses,
+            self._register(),
+            self.heartbeat,
+            self.leases.revoke,
+            self.set_drained,
+            beat=self._beat,
+            identity=self._identity,
         )
         self.leases.on_room = self.node.nudge
         self.node.start()
@@ -107,6 +116,7 @@ class Worker:
         any_of: set[asyncio.Future[Any]] = {stopped, self._watch, self.loop.failed}
         await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
+        self._leaving = True
         if self.loop.failed.done():
             raise EngineFailed(f"the engine failed: {self.loop.failed.result()!r}")
         if self._watch.done():
@@ -121,13 +131,30 @@ class Worker:
         if not await self.leases.idle(seconds):
             self.leases.fail_all(StatusError(Code.UNAVAILABLE, "this worker is stopping; place again", reason="DRAINED"))
 
+    def set_drained(self, drained: bool) -> None:
+        """An operator takes it out of service, or puts it back. Idempotent; of no effect on a worker that is about to go."""
+        if drained == self._drained or self._leaving:
+            return
+        self._drained = drained
+        if self._drain is not None:
+            self._drain.cancel()
+        self._drain = asyncio.create_task(self.drain(self._settings.drain_seconds) if drained else self._come_back(), name="drain")
+
+    async def _come_back(self) -> None:
+        self.leases.draining = False
+        await rpc.set_health(self._health, serving=self.loop.healthy, service_names=[SERVICE_NAME])
+        self.node.nudge()
+        _logger.info("back in service")
+
     async def stop(self) -> None:
         """Leaves the schedulers, ends the calls, the thread and the ports."""
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
+        if self._drain is not None:
+            self._drain.cancel()
         await self.node.stop()
         await self._server.stop(grace=0.5)
-        await self.loop.stop()
+        await self.loop.stop(5.0 if self.loop.healthy else 0.5)
         await self._internal.stop()
 
     def why_not_ready(self) -> str | None:
@@ -157,6 +184,7 @@ class Worker:
             temperature_celsius=reading.temperature_celsius,
             power_watts=reading.power_watts,
             draining=self.leases.draining,
+            drained=self._drained,
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),
             loaded_models=list(self._models),
@@ -174,6 +202,7 @@ class Worker:
             max_sequences=settings.max_sequences,
             max_waiting=MAX_WAITING,
             region=settings.region,
+            died_with=[in_flight(entry) for entry in self._died_with],
         )
 
     def _observe(self, turn: Turn) -> None:
@@ -191,21 +220,25 @@ class Worker:
         if self.loop.failed.done():
             return "the engine has failed"
         if not self.loop.healthy:
-            return f"the step loop has had work and made no progress for {self.loop.stalled_seconds:.0f} s (limit {STALL_SECONDS:.0f})"
+            seconds, limit = self.loop.stalled_seconds, self.loop.limit.seconds
+            return f"the step loop has had work and made no progress for {seconds:.0f} s (limit {limit:.0f})"
         return None
 
     async def _watch_health(self) -> None:
-        """Tells health checks what the step loop does. EngineFailed when it hangs for good."""
+        """Tells health checks what the step loop does, and sends its streams elsewhere where it stalls. EngineFailed: for good."""
         told: bool | None = None
+        pauses = Pauses(asyncio.get_running_loop().time())
         while True:
+            self.loop.forgive(pauses.look(asyncio.get_running_loop().time()))
             healthy = self.loop.healthy
             if healthy != told:
                 told = healthy
                 self._metrics.tell_healthy(healthy)
                 await rpc.set_health(self._health, serving=healthy and not self.leases.draining, service_names=[SERVICE_NAME])
                 self.node.nudge()
-            if self.loop.stalled_seconds > STALL_EXIT_SECONDS:
-                self.leases.fail_all(StatusError(Code.INTERNAL, "the step loop hangs; this worker is stopping", reason="ENGINE_HANGS"))
+            if not healthy:
+                self.leases.fail_all(unavailable("the step loop hangs; place again", reason="ENGINE_HANGS"))
+            if self.loop.lost:
                 raise EngineFailed(f"the step loop has made no progress for {self.loop.stalled_seconds:.0f} s")
             await asyncio.sleep(WATCH_SECONDS)
 

@@ -3,6 +3,7 @@
 There is no cache: what a step computes is said at its end, and nothing is kept.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,10 @@ from services.worker.engine.encoder_file import load_encoder
 from services.worker.engine.request import FinishReason
 
 __all__ = ["EncodeOutput", "EncodeRequest", "Encoder", "EncoderStats"]
+
+
+_FORGET = 0.95
+"""What a slow step still weighs one step later."""
 
 
 class Model(Protocol):
@@ -63,7 +68,10 @@ class EncoderStats:
 class Encoder:
     """A model and the requests on it. A step takes inputs of `max_step_tokens` together, or a single longer one."""
 
-    def __init__(self, model: Model, *, max_step_tokens: int = 256, model_version: str = "") -> None:
+    def __init__(
+        self, model: Model, *, max_step_tokens: int = 256, model_version: str = "", clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`clock`, in seconds, times the steps."""
         self.config = model.config
         self.model_version = model_version
         self.max_step_tokens = max_step_tokens
@@ -72,6 +80,8 @@ class Encoder:
         self._queue = EncodeQueue()
         self._num_inputs = 0
         self._num_steps = 0
+        self._clock = clock
+        self._seconds_per_token = 0.0  # of slow steps
 
     @classmethod
     def from_path(
@@ -120,15 +130,21 @@ class Encoder:
         inputs = [pick.request.inputs[index] for pick in picks for index in pick.indexes]
         if not inputs:
             return []
+        started, num_tokens = self._clock(), sum(map(len, inputs))
         vectors = self._model(inputs)
+        self._seconds_per_token = max(_FORGET * self._seconds_per_token, (self._clock() - started) / num_tokens)
         self._num_steps += 1
         self._num_inputs += len(inputs)
-        self._num_computed_tokens += sum(map(len, inputs))
+        self._num_computed_tokens += num_tokens
         outputs = list(_outputs(picks, vectors))
         for output in outputs:
             if output.error is not None:
                 self.abort(output.request_id)
         return outputs
+
+    def full_step_seconds(self) -> float:
+        """Foretold, of the longest step that may come, from those that took long for their tokens; 0 before the first."""
+        return self._seconds_per_token * max(self.max_step_tokens, self.config.max_input_len)
 
     def progress(self) -> list[tuple[str, int, int]]:
         """(request id, tokens computed, 0 blocks) of every live request."""

@@ -39,6 +39,10 @@ class Member(Protocol[Asked, Told]):
         """(computed, generated) since the start."""
         ...
 
+    def full_step_seconds(self) -> float:
+        """Foretold, of the longest step that may come; 0 while nothing is known."""
+        ...
+
     def add(self, request: Asked) -> None:
         """InvalidRequest, RequestTooLarge: refused."""
         ...
@@ -87,6 +91,10 @@ class SharedDevice:
     @property
     def has_work(self) -> bool:
         return any(member.has_work for member in self.members.values())
+
+    def full_step_seconds(self) -> float:
+        """Foretold, of the longest step that may come, whosever it is."""
+        return max(member.full_step_seconds() for member in self.members.values())
 
     def add(self, request: Request) -> None:
         """To the engine of its model. InvalidRequest, RequestTooLarge: refused."""

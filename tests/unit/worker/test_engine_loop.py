@@ -54,6 +54,11 @@ class Running:
         self.loop.add(EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, temperature=0, seed=1), n=n), sink)
         return sink
 
+    async def one_step(self) -> None:
+        """From here on the loop knows how long steps are."""
+        sink = self.add("first", max_tokens=1)
+        await until(lambda: sink.ended)
+
 
 @asynccontextmanager
 async def running() -> AsyncIterator[Running]:
@@ -182,23 +187,79 @@ async def test_an_engine_failure_fails_every_request_and_all_that_follow() -> No
         assert not self.loop.healthy
 
 
-async def test_work_without_progress_for_ten_seconds_is_not_healthy() -> None:
+async def test_work_without_progress_for_eight_seconds_is_not_healthy() -> None:
     async with running() as self:
+        await self.one_step()
         self.clock.now += 100
         assert self.loop.healthy, "idle is healthy"
         self.runner.hold()
         sink = self.add("r")
-        self.clock.now += 9.9
+        self.clock.now += 7.9
         assert self.loop.healthy
         self.clock.now += 0.2
         assert not self.loop.healthy
+        assert not self.loop.lost
+        self.clock.now += 7
+        assert self.loop.lost
         self.runner.release()
         await until(lambda: sink.ended)
         assert self.loop.healthy
 
 
+async def test_the_first_step_may_take_longer() -> None:
+    async with running() as self:
+        self.runner.hold()
+        self.add("r")
+        self.clock.now += 59
+        assert self.loop.healthy
+        self.clock.now += 2
+        assert not self.loop.healthy
+
+
+async def test_where_steps_are_long_a_longer_one_is_no_stall() -> None:
+    async with running() as self:
+        self.runner.before_step = lambda: self.clock.forward(5)
+        await self.one_step()
+        self.runner.before_step = lambda: None
+        self.runner.hold()
+        self.add("r")
+        self.clock.now += 19
+        assert self.loop.healthy
+        self.clock.now += 2
+        assert not self.loop.healthy
+
+
+async def test_steps_that_are_foretold_to_be_long_raise_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as self:
+        monkeypatch.setattr(self.engine, "full_step_seconds", lambda: 3.0)
+        assert self.loop.limit.seconds == 12
+
+
+async def test_time_in_which_the_process_was_stopped_is_no_stall() -> None:
+    async with running() as self:
+        await self.one_step()
+        self.runner.hold()
+        self.add("r")
+        self.clock.now += 20
+        self.loop.forgive(19)
+        assert self.loop.healthy
+        self.loop.abort("r")
+
+
+async def test_without_its_thread_a_loop_is_lost() -> None:
+    loop = EngineLoop(Running().engine)
+    assert not loop.lost, "not begun"
+    loop.start()
+    assert loop.healthy
+    await loop.stop()
+    loop._stopping = False  # it was not told to stop, but is gone
+    await until(lambda: loop.lost)
+    assert not loop.healthy
+
+
 async def test_an_aborted_request_does_not_hide_a_hanging_step() -> None:
     async with running() as self:
+        await self.one_step()
         self.runner.hold()
         self.add("r")
         self.loop.abort("r")
@@ -208,7 +269,8 @@ async def test_an_aborted_request_does_not_hide_a_hanging_step() -> None:
 
 async def test_steps_that_compute_nothing_are_not_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as self:
-        steps = []
+        await self.one_step()
+        steps: list[float] = []
         monkeypatch.setattr(self.engine, "step", lambda now: steps.append(now) or [])
         self.add("r")
         await until(lambda: len(steps) > 2)

@@ -28,7 +28,7 @@ def good() -> worker_pb2.WorkerServiceGenerateRequest:
 
 
 def test_a_good_request_comes_through_with_defaults() -> None:
-    request = to_engine(good(), SERVED, "r#1")
+    request = to_engine(good(), SERVED)
     assert (request.request_id, request.prompt_token_ids, request.n, request.latency_class) == ("r#1", [0, 99], 1, 3)
     assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.top_p) == (4, -5, 1.0)
     assert request.sampling.logprobs is None
@@ -48,7 +48,7 @@ def test_everything_given_comes_through() -> None:
     message.delivered.add(ids=[1])
     message.finished_choices.append(0)
     message.ttft_target_seconds, message.tpot_target_seconds, message.waited_seconds = 0.5, 0.05, 0.25
-    request = to_engine(message, SERVED, "x")
+    request = to_engine(message, SERVED)
     assert (request.ttft_target_seconds, request.tpot_target_seconds, request.waited_seconds) == (0.5, 0.05, 0.25)
     sampling = request.sampling
     assert (sampling.min_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (2, 0.5, 0.25, 7, 0.125)
@@ -154,7 +154,7 @@ def test_a_request_for_another_worker_is_refused(field: str, value: str, code: C
 
 def blamed(message: worker_pb2.WorkerServiceGenerateRequest, field: str) -> None:
     with pytest.raises(StatusError) as caught:
-        to_engine(message, SERVED, "r#1")
+        to_engine(message, SERVED)
     assert caught.value.code is Code.INVALID_ARGUMENT
     assert [violation.field for violation in caught.value.violations] == [field]
 

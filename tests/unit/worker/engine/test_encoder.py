@@ -110,3 +110,13 @@ def test_stats_count_what_was_done(folder: Path) -> None:
     drain(encoder)
     stats = encoder.stats()
     assert (stats.num_inputs, stats.num_computed_tokens, stats.num_steps, stats.num_running) == (3, 6, 2, 0)
+
+
+def test_the_longest_step_is_foretold_from_slow_ones(folder: Path) -> None:
+    times = iter([0.0, 1.0, 5.0, 5.5])
+    encoder = Encoder(load_encoder(folder)[0], max_step_tokens=100, clock=lambda: next(times))
+    assert encoder.full_step_seconds() == 0
+    for _ in range(2):
+        encoder.add(EncodeRequest("a", [[1, 2]]))
+        encoder.step(0.0)
+    assert encoder.full_step_seconds() == pytest.approx(0.95 * 100 / 2)
