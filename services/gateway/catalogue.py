@@ -55,7 +55,9 @@ class Catalogue:
         return chosen
 
     def _only_name(self, policy: types_pb2.OrgPolicy, capability: Capability | None) -> str:
-        offered = [model for model in self.list(policy) if capability in (None, model.capability)]
+        offered = self.list(policy)
+        # Who asks for nothing in particular means the one that generates, where there is one: a model that embeds stands beside it.
+        offered = [model for model in offered if model.capability == (capability or "generate")] or (offered if capability is None else [])
         return offered[0].name if len(offered) == 1 else ""
 
     def _not_found(self, name: str, policy: types_pb2.OrgPolicy, field: str) -> StatusError:
