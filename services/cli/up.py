@@ -33,12 +33,16 @@ def up(
             "-m",
             parser=text("--model"),
             metavar="MODEL",
-            help="GGUF file, model folder or hub name, with =ALIAS behind. May be repeated. Left out: a small default model.",
+            help="GGUF file, model folder or hub name, with =ALIAS behind. May be repeated. Left out: one that chats, one that embeds.",
         ),
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-w", parser=whole("--workers", 1, 64), metavar="N", help="Workers per model.")] = 1,
     share: Annotated[
-        bool, typer.Option("--share", help="Each worker has every model, which take turns at each step, instead of one per model.")
+        bool,
+        typer.Option(
+            "--share",
+            help="Each worker has every model, which take turns at each step, instead of one per model; so it is without --model.",
+        ),
     ] = False,
     host: Annotated[
         str,
@@ -79,7 +83,19 @@ def up(
         raise Problem("FOREBAY_PUBLIC_TLS_CERT_FILE is for a gateway run by itself (python -m services.gateway): unset it for `forebay up`")
     if policy is not None:
         require_usable(policy)
-    plan = Plan(tuple(models.find_all(model or [])), workers, host, grpc_port, http_port, level, kv_memory, log_level, policy, tls, share)
+    plan = Plan(
+        tuple(models.find_all(model or [])),
+        workers,
+        host,
+        grpc_port,
+        http_port,
+        level,
+        kv_memory,
+        log_level,
+        policy,
+        tls,
+        share or not model,
+    )
     asyncio.run(_keep_up(plan, Home.from_environment(), as_json))
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,20 @@ from services.common.settings import SettingsError
 from services.text import model_files
 from services.text.compiler import Compiler
 from services.text.gguf_metadata import ModelError
+from services.worker.embed_lease import MAX_INPUTS
 from services.worker.engine.config import EngineConfig, ModelConfig
+from services.worker.engine.encoder import Encoder
+from services.worker.engine.encoder_file import is_encoder
 from services.worker.engine.engine import Engine
 from services.worker.engine.loader import read_config
 from services.worker.settings import WorkerSettings
 from services.worker.sharing.arena import Arena, ModelPool
-from services.worker.sizing import engine_config, fingerprint, shared_configs
+from services.worker.sizing import engine_config, fingerprint, shared_configs, torch_runner
 from services.worker.wire import Served
 
 PROGRESS_SECONDS = 0.1
+NO_CACHE_BLOCKS = 1 << 20
+"""What an encoder says of cache blocks, each as large as its largest call: whatever other models hold, there is room for another."""
 
 _logger = log.get(__name__)
 
@@ -35,7 +40,7 @@ _logger = log.get(__name__)
 class Loaded:
     """Each model's engine, and what it serves. `arena`: where the blocks of several are."""
 
-    models: list[tuple[Engine, Served]]
+    models: list[tuple[Engine | Encoder, Served]]
     arena: Arena | None = None
 
 
@@ -60,23 +65,25 @@ def _load_into(loaded: "Future[Loaded]", settings: WorkerSettings) -> None:
 
 
 def _load_all(settings: WorkerSettings) -> Loaded:
-    each = {one.model_name: one for one in settings.by_model()}
-    if not each or len(each) < len(settings.by_model()):
+    each = settings.by_model(has_cache=lambda path: not (path.exists() and is_encoder(path)))
+    if not each or len({one.model_name for one in each}) < len(each):
         raise SettingsError(f"FOREBAY_MODEL={settings.model} must name one model at least, and each by another name: PATH=NAME,PATH=NAME")
     _check_device(settings.device)
-    models = {name: (one, _read_config(one)) for name, one in each.items()}
-    if len(models) == 1:
-        [(one, model)] = models.values()
-        return Loaded([_load(one, model, engine_config(one, model))])
+    for one in each:
+        if not one.model_path.exists():
+            raise FileNotFoundError(f"FOREBAY_MODEL={one.model}: there is no file or folder {one.model_path}")
+    encoders = [one for one in each if is_encoder(one.model_path)]
+    models = {one.model_name: (one, read_config(one.model_path)) for one in each if one not in encoders}
+    loaded = _load_generating(settings, models)
+    return Loaded([*loaded.models, *map(_load_encoder, encoders)], loaded.arena)
+
+
+def _load_generating(settings: WorkerSettings, models: Mapping[str, tuple[WorkerSettings, ModelConfig]]) -> Loaded:
+    if len(models) <= 1:
+        return Loaded([_load(one, model, engine_config(one, model)) for one, model in models.values()])
     shared = shared_configs(settings, models)
     parts = {name: (shared.pools[name], shared.pages) for name in models}
     return Loaded([_load(*models[name], shared.configs[name], parts[name]) for name in models], shared.arena)
-
-
-def _read_config(settings: WorkerSettings) -> ModelConfig:
-    if not settings.model_path.exists():
-        raise FileNotFoundError(f"FOREBAY_MODEL={settings.model}: there is no file or folder {settings.model_path}")
-    return read_config(settings.model_path)
 
 
 def _load(
@@ -99,6 +106,32 @@ def _load(
         "loaded", model=served.model, version=served.version, num_blocks=config.num_blocks, seconds=round(time.monotonic() - started, 2)
     )
     return engine, served
+
+
+def _load_encoder(settings: WorkerSettings) -> tuple[Encoder, Served]:
+    """In fp32, whatever the level of the models beside it."""
+    started = time.monotonic()
+    encoder = Encoder.from_path(
+        settings.model_path,
+        device=settings.device,
+        max_step_tokens=settings.max_step_tokens,
+        num_threads=settings.num_threads,
+        progress=Progress(),
+    )
+    shape = encoder.config
+    served = Served(
+        model=f"{settings.model_name}@fp32",
+        version=encoder.model_version,
+        fingerprint=f"fp32/{torch_runner(settings.device)}",
+        vocab_size=shape.vocab_size,
+        block_size=MAX_INPUTS * shape.max_input_len,
+        num_blocks=NO_CACHE_BLOCKS,
+        max_model_len=shape.max_input_len,
+        dimensions=shape.hidden_size,
+        max_call_tokens=MAX_INPUTS * shape.max_input_len,
+    )
+    _logger.info("loaded", model=served.model, version=served.version, seconds=round(time.monotonic() - started, 2))
+    return encoder, served
 
 
 def _compiler(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Compiler | None:

@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 
 from services.common.metrics import Figure, counter, exemplar
 from services.worker import device_figures, engine_figures
-from services.worker.engine.engine import EngineStats
 from services.worker.engine_figures import LABELS
+from services.worker.sharing.device import Stats
 from services.worker.telemetry import Sensors
 from services.worker.throughput import Throughput
 
@@ -199,7 +199,7 @@ class WorkerMetrics:
         for metrics in self.models.values():
             self._healthy.labels(*metrics.labels).set(healthy)
 
-    def watch(self, stats: Callable[[], Mapping[str, EngineStats]], num_stale_outputs: Callable[[], int], sensors: Sensors) -> None:
+    def watch(self, stats: Callable[[], Mapping[str, Stats]], num_stale_outputs: Callable[[], int], sensors: Sensors) -> None:
         """Shows what engines, loop and device say of themselves whenever they are asked for. `stats` by model."""
         for figure in (*engine_figures.figures(stats), *device_figures.figures(sensors)):
             self._registry.register(figure)
@@ -208,7 +208,7 @@ class WorkerMetrics:
 
     def describe_caches(self, facts: Sequence[Mapping[str, object]]) -> None:
         """What holds of each cache for the worker's life, by vLLM's names, and that there are no adapters: balancers look for both."""
-        names = sorted(facts[0])
+        names = sorted(facts[0]) if facts else []
         info = Gauge("vllm:cache_config_info", "1, with the cache's settings.", (*names, "engine"), registry=self._registry)
         for cache in facts:
             info.labels(*(str(cache[name]) for name in names), "0").set(1)

@@ -1,5 +1,6 @@
 """What a worker reads from its environment. Read once, in __main__."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -71,11 +72,13 @@ class WorkerSettings(ServiceSettings):
     )
     drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, how long running requests may go on")
 
-    def by_model(self) -> list[Self]:
-        """The settings of each model by itself, with its equal part of the memory."""
+    def by_model(self, has_cache: Callable[[Path], bool] = lambda _: True) -> list[Self]:
+        """The settings of each model by itself, with an equal part of the memory for each that has a cache."""
         entries = [entry.strip() for entry in self.model.split(",") if entry.strip()]
-        parts = {name: ByteSize(getattr(self, name) // max(1, len(entries))) for name in ("kv_memory", "host_memory", "swap_memory")}
-        return [self.model_copy(update={"model": entry, **parts}) for entry in entries]
+        each = [self.model_copy(update={"model": entry}) for entry in entries]
+        num_caches = sum(has_cache(one.model_path) for one in each)
+        parts = {name: ByteSize(getattr(self, name) // max(1, num_caches)) for name in ("kv_memory", "host_memory", "swap_memory")}
+        return [one.model_copy(update=parts) for one in each]
 
     @property
     def model_path(self) -> Path:

@@ -144,15 +144,16 @@ def _host_blocks(settings: WorkerSettings, block_bytes: int, available: int) -> 
 
 def fingerprint(config: EngineConfig, model: ModelConfig) -> str:
     """Names what equal token ids depend on besides the weights' version: level, cache format, runner."""
-    if compiled := backend.kernels(config, model):
-        runner = compiled.name
-    else:
-        on_cpu = config.device == "cpu"
-        device = "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if on_cpu else torch.cuda.get_device_name(config.device)
-        runner = f"torch-{torch.__version__.partition('+')[0]}-{device}".replace(" ", "-")
+    runner = compiled.name if (compiled := backend.kernels(config, model)) else torch_runner(config.device)
     # Under the rejection rule the drafts decide, too.
     rule = f"/{config.verification}" if config.speculation and config.verification is Verification.REJECTION else ""
     return f"{config.level}/kv-{config.cache_format}/{runner}{rule}"
+
+
+def torch_runner(device: str) -> str:
+    """Names what computes on a device by torch."""
+    name = "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if device == "cpu" else torch.cuda.get_device_name(device)
+    return f"torch-{torch.__version__.partition('+')[0]}-{name}".replace(" ", "-")
 
 
 def _level(config: EngineConfig, path: Path, model: ModelConfig) -> str:

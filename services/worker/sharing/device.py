@@ -1,9 +1,10 @@
 """The engines of one device, one for each model, which take turns step by step. One thread calls it; it knows no RPC."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
+from services.worker.engine.encoder import EncodeOutput, EncodeRequest, EncoderStats
 from services.worker.engine.engine import EngineStats
 from services.worker.engine.request import EngineRequest, TokenOutput
 from services.worker.sharing import claims
@@ -15,8 +16,16 @@ Progress = dict[str, tuple[int, int]]
 """Request id -> (output tokens, blocks)."""
 
 
-class Member(Protocol):
-    """What a device steps for one model; see Engine."""
+Request = EngineRequest | EncodeRequest
+Output = TokenOutput | EncodeOutput
+Stats = EngineStats | EncoderStats
+
+Asked = TypeVar("Asked", contravariant=True)
+Told = TypeVar("Told", covariant=True)
+
+
+class Member(Protocol[Asked, Told]):
+    """What a device steps for one model; see Engine and Encoder."""
 
     @property
     def has_work(self) -> bool:
@@ -37,7 +46,7 @@ class Member(Protocol):
         """Foretold, of the longest step that may come; 0 while nothing is known."""
         ...
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: Asked) -> None:
         """InvalidRequest, RequestTooLarge: refused."""
         ...
 
@@ -45,7 +54,7 @@ class Member(Protocol):
         """An unknown id is nobody's business any more."""
         ...
 
-    def step(self, now: float) -> list[TokenOutput]:
+    def step(self, now: float) -> Sequence[Told]:
         """One output per choice that has news."""
         ...
 
@@ -53,7 +62,7 @@ class Member(Protocol):
         """(request id, output tokens, blocks held) of every live request."""
         ...
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> Stats:
         """Numbers for heartbeats and metrics."""
         ...
 
@@ -67,7 +76,7 @@ class Stepped:
     """What a step came to."""
 
     model: str
-    outputs: list[TokenOutput]
+    outputs: Sequence[Output]
     num_tokens: int  # computed, the prompts' included
     num_generated_tokens: int
 
@@ -78,13 +87,15 @@ class SharedDevice:
     `arena` has the blocks of the `tenants` among them, where they share one.
     """
 
-    def __init__(self, members: Mapping[str, Member], arena: Arena | None = None, tenants: Mapping[str, Tenant] | None = None) -> None:
+    def __init__(
+        self, members: Mapping[str, Member[Any, Output]], arena: Arena | None = None, tenants: Mapping[str, Tenant] | None = None
+    ) -> None:
         self.members = dict(members)
         self._arena = arena
         self._tenants = tenants or {}
         self._idle: set[str] = set()  # whose last step did nothing, as they wait for others' blocks
         self._turns = TimeSlice()
-        self._stats: dict[str, EngineStats] = {}
+        self._stats: dict[str, Stats] = {}
         self._progress: dict[str, Progress] = {}
         self._changed = set(self.members)  # since they were looked at
 
@@ -96,7 +107,7 @@ class SharedDevice:
         """Foretold, of the longest step that may come, whosever it is."""
         return max(member.full_step_seconds() for member in self.members.values())
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: Request) -> None:
         """To the engine of its model. InvalidRequest, RequestTooLarge: refused."""
         self._changed.add(request.model)
         self.members[request.model].add(request)
@@ -130,7 +141,7 @@ class SharedDevice:
         """How long its step was, for whose turn is next."""
         self._turns.charge(model, seconds)
 
-    def stats(self) -> dict[str, EngineStats]:
+    def stats(self) -> dict[str, Stats]:
         """By model."""
         self._look()
         return dict(self._stats)
