@@ -14,16 +14,19 @@ from torch import Tensor
 
 from services.common import log
 from services.common.process import announce
-from services.common.settings import SettingsError
+from services.common.settings import SettingsError, listed
 from services.text import model_files
 from services.text.compiler import Compiler
 from services.text.gguf_metadata import ModelError
-from services.worker.engine.config import EngineConfig, ModelConfig
+from services.worker.engine.config import EngineConfig, ModelConfig, ModelFileError
 from services.worker.engine.engine import Engine
 from services.worker.engine.loader import read_config
+from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.models.native import NativeDecoder
 from services.worker.settings import WorkerSettings
 from services.worker.sharing.arena import Arena, ModelPool
-from services.worker.sizing import engine_config, fingerprint, shared_configs
+from services.worker.sharing.weights import FailedRunner, Weights
+from services.worker.sizing import engine_config, fingerprint, shared_configs, weights_budget
 from services.worker.wire import Served
 
 PROGRESS_SECONDS = 0.1
@@ -33,10 +36,11 @@ _logger = log.get(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """Each model's engine, and what it serves. `arena`: where the blocks of several are."""
+    """Each model's engine, and what it serves. `arena`: where the blocks of several are; `weights`: that don't all fit at once."""
 
     models: list[tuple[Engine, Served]]
     arena: Arena | None = None
+    weights: Weights | None = None
 
 
 async def load(settings: WorkerSettings, stop: asyncio.Event) -> Loaded | None:
@@ -67,10 +71,73 @@ def _load_all(settings: WorkerSettings) -> Loaded:
     models = {name: (one, _read_config(one)) for name, one in each.items()}
     if len(models) == 1:
         [(one, model)] = models.values()
-        return Loaded([_load(one, model, engine_config(one, model))])
+        engine, served = _load(one, model, engine_config(one, model))
+        if settings.device_memory is not None and (decoder := decoder_of(engine)) is not None:
+            _check_alone(weights_budget(settings, [(engine.config, model)]), len(decoder.weights))
+        return Loaded([(engine, served)])
     shared = shared_configs(settings, models)
-    parts = {name: (shared.pools[name], shared.pages) for name in models}
-    return Loaded([_load(*models[name], shared.configs[name], parts[name]) for name in models], shared.arena)
+    loaded = [_load_or_fail(*models[name], shared.configs[name], (shared.pools[name], shared.pages)) for name in models]
+    if settings.device_memory is None:
+        return Loaded(loaded, shared.arena)
+    budget = weights_budget(settings, [(engine.config, models[name][1]) for name, (engine, _) in zip(models, loaded, strict=True)])
+    return Loaded(loaded, shared.arena, _movable(settings, dict(zip(models, loaded, strict=True)), budget))
+
+
+def _check_alone(budget: int, num_bytes: int) -> None:
+    if num_bytes > budget:
+        raise SettingsError(f"FOREBAY_DEVICE_MEMORY has {budget} bytes for the model's weights; its weights take {num_bytes}: raise it")
+
+
+def _load_or_fail(
+    settings: WorkerSettings, model: ModelConfig, config: EngineConfig, shared: tuple[ModelPool, Tensor]
+) -> tuple[Engine, Served]:
+    """A damaged file among several models fails its own requests, with the reason."""
+    try:
+        return _load(settings, model, config, shared)
+    except ModelFileError as error:
+        _logger.error("not_loaded", model=settings.model_name, why=str(error))
+        failed = Engine(
+            FailedRunner(settings.model_name, str(error)),
+            config,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            max_model_len=min(config.max_model_len or model.max_position, model.max_position),
+            pool=shared[0],
+        )
+        return failed, _served(settings, model, failed)
+
+
+def decoder_of(engine: Engine) -> NativeDecoder | None:
+    """The engine's model, if its weights can move."""
+    model = engine.runner.model if isinstance(engine.runner, ModelRunner) else None
+    return model if isinstance(model, NativeDecoder) else None
+
+
+def _movable(settings: WorkerSettings, loaded: dict[str, tuple[Engine, Served]], budget: int) -> Weights:
+    """Weights in host memory, in turn on the device. SettingsError: such as can't move, pins of nobody, or none that fits."""
+    decoders: dict[str, NativeDecoder] = {}
+    for engine, served in loaded.values():
+        if isinstance(engine.runner, FailedRunner):
+            continue
+        if (decoder := decoder_of(engine)) is None or settings.draft_level != "none":
+            raise SettingsError(
+                "FOREBAY_DEVICE_MEMORY moves the weights of the native CPU kernels, without FOREBAY_DRAFT_LEVEL: "
+                "leave it out, and all models stay on the device"
+            )
+        decoders[served.model] = decoder
+    if unknown := set(listed(settings.pinned_models)) - loaded.keys():
+        raise SettingsError(f"FOREBAY_PINNED_MODELS names {min(unknown)}, which FOREBAY_MODEL doesn't: it has {', '.join(loaded)}")
+    pinned = [loaded[name][1].model for name in listed(settings.pinned_models)]
+    weights = Weights(budget, decoders, pinned)
+    for engine, served in loaded.values():
+        if (reason := weights.failures.get(served.model)) is not None:
+            _logger.error("not_loaded", model=served.model, why=reason)
+            engine.runner = FailedRunner(served.model, reason)
+    if len(weights.failures) == len(decoders):
+        raise SettingsError(
+            f"FOREBAY_DEVICE_MEMORY={int(settings.device_memory or 0)}: {next(iter(weights.failures.values()), 'no model')}"
+        )
+    return weights
 
 
 def _read_config(settings: WorkerSettings) -> ModelConfig:
@@ -85,7 +152,16 @@ def _load(
     path = settings.model_path
     started = time.monotonic()
     engine = Engine.from_path(path, config, Progress(), shared)
-    served = Served(
+    served = _served(settings, model, engine)
+    _logger.info(
+        "loaded", model=served.model, version=served.version, num_blocks=config.num_blocks, seconds=round(time.monotonic() - started, 2)
+    )
+    return engine, served
+
+
+def _served(settings: WorkerSettings, model: ModelConfig, engine: Engine) -> Served:
+    config = engine.config
+    return Served(
         model=f"{settings.model_name}@{config.level}",
         version=engine.model_version,
         fingerprint=fingerprint(config, model),
@@ -93,12 +169,8 @@ def _load(
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         max_model_len=min(engine.max_model_len, config.num_blocks * config.block_size),
-        compiler=_compiler(path, engine.vocab_size, model.eos_token_ids),
+        compiler=_compiler(settings.model_path, engine.vocab_size, model.eos_token_ids),
     )
-    _logger.info(
-        "loaded", model=served.model, version=served.version, num_blocks=config.num_blocks, seconds=round(time.monotonic() - started, 2)
-    )
-    return engine, served
 
 
 def _compiler(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Compiler | None:

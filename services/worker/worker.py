@@ -28,6 +28,7 @@ from services.worker.server import CALLERS, WorkerService
 from services.worker.settings import WorkerSettings
 from services.worker.sharing.arena import Arena
 from services.worker.sharing.device import SharedDevice
+from services.worker.sharing.weights import Weights
 from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
@@ -59,6 +60,7 @@ class Worker:
         identity: Identity | None = None,
         died_with: Sequence[InFlight] = (),
         arena: Arena | None = None,
+        weights: Weights | None = None,
     ) -> None:
         """`clock` times the engines' steps, and so tells when they hang. `died_with`: what the last start's last step held."""
         self._died_with = died_with
@@ -67,9 +69,10 @@ class Worker:
         engines = {served.model: engine for engine, served in models}
         self._models = {served.model: served for _, served in models}
         self._settings = settings
+        self._weights = weights
         registry = CollectorRegistry()
         self._metrics = _metrics(registry, self._models.values(), settings)
-        self.loop = EngineLoop(SharedDevice(engines, arena, engines), clock=clock, observe=self._observe)
+        self.loop = EngineLoop(SharedDevice(engines, arena, engines, weights), clock=clock, observe=self._observe)
         self.leases = Leases(
             self.loop, self._metrics.models, max_sequences=settings.max_sequences, preemption=settings.preemption, pace=pace
         )
@@ -188,7 +191,7 @@ class Worker:
             drained=self._drained,
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),
-            loaded_models=list(self._models),
+            loaded_models=self._weights.on_device if self._weights else list(self._models),
         )
 
     def _register(self) -> scheduler_pb2.Register:

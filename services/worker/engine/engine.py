@@ -110,6 +110,7 @@ class Engine:
         self.max_model_len = max_model_len or config.max_model_len or config.num_blocks * config.block_size
         self.model_version = model_version
         self.runner = runner
+        self.is_delayed = False  # set before a step that will wait for weights: how long it takes teaches nothing
         speculator = speculator or (Speculator(SuffixDrafter(), config.speculation) if config.speculation else None)
         self._clock = clock
         ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]  # some configs name tokens that the weights lack
@@ -194,7 +195,7 @@ class Engine:
             started += self._clock() - before
         batch, results = self._execute(batch)
         outputs = self.batcher.commit(batch, results, now + self._clock() - began)
-        if batch.spans:
+        if batch.spans and not self.is_delayed:
             self.batcher.observe(batch.spans, self._clock() - started)
         return outputs
 
@@ -212,7 +213,8 @@ class Engine:
             started = self._clock()
             try:
                 results = self.runner.execute(batch)
-                self.batcher.costs.record_step([span.length for span in batch.spans], self._clock() - started)
+                if not self.is_delayed:
+                    self.batcher.costs.record_step([span.length for span in batch.spans], self._clock() - started)
                 return batch, results
             except SequenceError as error:
                 self.batcher.fail(error)

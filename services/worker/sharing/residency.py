@@ -13,7 +13,7 @@ from services.worker.engine.composition import DOUBLING_SECONDS, WEIGHTS
 
 MIN_STAY_SECONDS = 1.0
 STAY_PER_LOAD = 4.0
-"""A model stays for so many times what bringing it took, so that at most a fifth of the time is spent on that."""
+"""While it has work, a model stays for so many times what bringing it took: at most a fifth of the time is spent on that."""
 ALIGNMENT = 4096
 
 
@@ -49,7 +49,7 @@ class Resident:
 
     @property
     def stay_seconds(self) -> float:
-        """How long it stays at least."""
+        """How long it stays at least while it has work."""
         return max(MIN_STAY_SECONDS, STAY_PER_LOAD * self.load_seconds)
 
 
@@ -138,9 +138,11 @@ class Residency:
 
     def _candidates(self, weight: float, work: Mapping[str, int], now: float) -> list[Resident]:
         """Who may give way to one of that weight: the idle, then those who have had their turn and whose work isn't more urgent."""
-        there = [r for r in self.residents.values() if r.place is Place.DEVICE and not r.pinned and now - r.came_at >= r.stay_seconds]
-        idle = sorted((r for r in there if r.model not in work), key=lambda r: r.used_at)
-        busy = sorted((r for r in there if r.model in work and WEIGHTS[work[r.model]] <= weight), key=lambda r: r.came_at)
+        there = [r for r in self.residents.values() if r.place is Place.DEVICE and not r.pinned]
+        idle = [r for r in there if r.model not in work and now - r.came_at >= MIN_STAY_SECONDS]
+        busy = [r for r in there if r.model in work and now - r.came_at >= r.stay_seconds and WEIGHTS[work[r.model]] <= weight]
+        idle.sort(key=lambda r: r.used_at)
+        busy.sort(key=lambda r: r.came_at)
         return idle + busy
 
     def _hole(self, num_bytes: int, without: list[Resident]) -> int | None:

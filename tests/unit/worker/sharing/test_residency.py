@@ -62,8 +62,9 @@ def test_nobody_gives_way_before_having_stayed(seconds: float, stay: float) -> N
     for model in "ab":
         residency.add(model, PAGE)
     bring(residency, {"a": STANDARD}, 0.0, seconds)
-    assert residency.next({"b": STANDARD}, stay - 0.01) is None
-    assert residency.next({"b": STANDARD}, stay) == Move("b", 0, ("a",))
+    assert residency.next({"a": STANDARD, "b": STANDARD}, stay - 0.01) is None
+    assert residency.next({"b": STANDARD}, MIN_STAY_SECONDS - 0.01) is None
+    assert residency.next({"a": STANDARD, "b": STANDARD}, stay) == Move("b", 0, ("a",))
 
 
 def test_a_pinned_model_comes_by_itself_and_never_goes() -> None:
@@ -158,8 +159,8 @@ def test_two_hot_models_dont_thrash_and_nobody_waits_over_five_turns(
     course = Course(residency, 60.0)
     spans = {m: [(0.0, 60.0)] if busy else [(t := rng.uniform(0, 50), t + rng.uniform(0.1, 9)) for _ in range(4)] for m in models}
     course.run(spans, load_seconds)
-    stay = max(MIN_STAY_SECONDS, STAY_PER_LOAD * load_seconds)
+    stay = max(MIN_STAY_SECONDS, STAY_PER_LOAD * load_seconds) if busy else MIN_STAY_SECONDS
     for resident in residency.residents.values():
         assert resident.num_loads <= 60.0 / stay + 1
-    fair = (stay + load_seconds + 0.1) * max(1.0, num_models / num_places)
+    fair = (max(MIN_STAY_SECONDS, STAY_PER_LOAD * load_seconds) + load_seconds + 0.1) * max(1.0, num_models / num_places)
     assert max(course.waits.values(), default=0.0) <= 5 * fair
