@@ -11,9 +11,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.registry import Collector
 
 from services.common.metrics import Figure, counter, exemplar
-from services.worker import device_figures, engine_figures
+from services.worker import device_figures, engine_figures, weights_figures
 from services.worker.engine.engine import EngineStats
 from services.worker.engine_figures import LABELS
+from services.worker.sharing.weights import Weights
 from services.worker.telemetry import Sensors
 from services.worker.throughput import Throughput
 
@@ -199,9 +200,16 @@ class WorkerMetrics:
         for metrics in self.models.values():
             self._healthy.labels(*metrics.labels).set(healthy)
 
-    def watch(self, stats: Callable[[], Mapping[str, EngineStats]], num_stale_outputs: Callable[[], int], sensors: Sensors) -> None:
-        """Shows what engines, loop and device say of themselves whenever they are asked for. `stats` by model."""
-        for figure in (*engine_figures.figures(stats), *device_figures.figures(sensors)):
+    def watch(
+        self,
+        stats: Callable[[], Mapping[str, EngineStats]],
+        num_stale_outputs: Callable[[], int],
+        sensors: Sensors,
+        weights: Weights | None = None,
+    ) -> None:
+        """Shows what engines, loop, device and weights say of themselves whenever they are asked for. `stats` by model."""
+        of_weights = () if weights is None else weights_figures.figures(weights)
+        for figure in (*engine_figures.figures(stats), *device_figures.figures(sensors), *of_weights):
             self._registry.register(figure)
         words = "Outputs of requests that had ended already; dropped."
         self._registry.register(counter("forebay_worker_stale_outputs", words, num_stale_outputs))

@@ -79,7 +79,7 @@ class Worker:
         )
         self._service = WorkerService(self.leases, self._models, self.incarnation, pace=pace)
         self._sensors = Sensors(settings.device)
-        self._metrics.watch(lambda: self.loop.last_turn.stats, lambda: self.loop.num_stale_outputs, self._sensors)
+        self._metrics.watch(lambda: self.loop.last_turn.stats, lambda: self.loop.num_stale_outputs, self._sensors, weights)
         self._metrics.describe_caches([_cache_facts(engine.config, served) for engine, served in models])
         self._server = rpc.server([Callers(CALLERS)] if identity else [])
         self._internal = InternalHttp(settings.internal_address, registry, self.why_not_ready, sound=self._why_not_sound)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
@@ -19,6 +20,7 @@ from services.worker.sharing.arena import Arena
 from services.worker.sharing.device import SharedDevice
 from services.worker.sharing.residency import Place
 from services.worker.sharing.weights import FailedRunner, Weights
+from services.worker.weights_figures import figures
 from tests.engine_harness import Key, collect, run
 from tests.tiny_models import CONFIGS, VOCAB, kernels, make_model
 
@@ -83,6 +85,25 @@ def test_models_without_weights_that_move_are_always_able() -> None:
     assert "raise the device memory" in weights.failures["large"]
     weights.advance({"large": 1, "other": 1}, 0.0)
     assert weights.able(["large", "other"]) == ["large", "other"]
+
+
+def test_figures_tell_where_weights_are() -> None:
+    a, b = Clockwork(), Clockwork()
+    weights = Weights(4096, {"a": a, "b": b})
+    registry = CollectorRegistry()
+    for figure in figures(weights):
+        registry.register(figure)
+
+    def read(name: str, model: str) -> float | None:
+        return registry.get_sample_value(f"forebay_worker_weights_{name}", {"model_name": model, "engine": "0"})
+
+    weights.advance({"a": 2}, 0.0)
+    assert read("on_device", "a") == 0
+    arrive(weights, a, {"a": 2}, 0.1)
+    assert (read("on_device", "a"), read("on_device", "b"), read("loads_total", "a")) == (1, 0, 1)
+    weights.advance({"b": 2}, 5.0)
+    assert (read("on_device", "a"), read("evictions_total", "a"), read("bytes", "b")) == (0, 1, 4096)
+    assert registry.get_sample_value("forebay_worker_weights_budget_bytes") == 4096
 
 
 # --- real ones
