@@ -80,6 +80,7 @@ def separately(arrivals: Sequence[tuple[float, EngineRequest]]) -> Served:
         process.join()
     return Served(
         seconds=max(served.seconds for served in each),
+        cpu_seconds=sum(served.cpu_seconds for served in each),
         num_requests=sum(served.num_requests for served in each),
         num_answered=sum(served.num_answered for served in each),
         num_tokens=sum(served.num_tokens for served in each),
@@ -111,6 +112,8 @@ def traffic(num_bursts: int) -> None:
     show(line("shared_tokens_per_second", together.num_tokens / together.seconds, "tokens/s, all requests at once"))
     show(line("separate_tokens_per_second", apart.num_tokens / apart.seconds, "tokens/s, one process per model"))
     show(line("sharing_gain", apart.seconds / together.seconds, "times the throughput of one process per model", 1.5))
+    per_token = apart.cpu_seconds / apart.num_tokens, together.cpu_seconds / together.num_tokens
+    show(line("sharing_gain_by_cpu", per_token[0] / per_token[1], "times the tokens per second of CPU: on a machine that others use"))
 
 
 def _renamed(arrivals: Sequence[tuple[float, EngineRequest]], name: str) -> list[tuple[float, EngineRequest]]:
@@ -178,11 +181,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bursts", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", choices=("switch", "two", "traffic"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    switch(arguments.rounds)
-    two_models(16, arguments.rounds)
-    traffic(arguments.bursts)
+    if arguments.only in (None, "switch"):
+        switch(arguments.rounds)
+    if arguments.only in (None, "two"):
+        two_models(16, arguments.rounds)
+    if arguments.only in (None, "traffic"):
+        traffic(arguments.bursts)
     return 0
 
 

@@ -95,6 +95,7 @@ class Served:
     """What became of requests."""
 
     seconds: float = 0.0  # from the first's coming to the last's end
+    cpu_seconds: float = 0.0  # of the process, all threads
     num_requests: int = 0
     num_answered: int = 0
     num_without_swap: int = 0  # their model was on the device when they came, and stayed until their first token
@@ -108,7 +109,7 @@ def serve(device: Device, arrivals: Sequence[tuple[float, EngineRequest]]) -> Se
     due = {request.request_id: at for at, request in coming}
     loads: dict[str, int | None] = {}  # of a request's model until then, where it is on the device
     served = Served(num_requests=len(coming))
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     at = 0
     while at < len(coming) or device.shared.has_work:
         now = time.perf_counter() - started
@@ -132,7 +133,7 @@ def serve(device: Device, arrivals: Sequence[tuple[float, EngineRequest]]) -> Se
             if output.finish_reason is not None:
                 served.num_answered += output.finish_reason is FinishReason.LENGTH
                 served.latencies.append(ended - due[output.request_id])
-    served.seconds = time.perf_counter() - started
+    served.seconds, served.cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     return served
 
 
