@@ -22,10 +22,12 @@ from services.worker.engine.config import EngineConfig, ModelConfig, ModelFileEr
 from services.worker.engine.engine import Engine
 from services.worker.engine.loader import read_config
 from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.models.decoder import Decoder
+from services.worker.engine.models.moving import MovingWeights
 from services.worker.engine.models.native import NativeDecoder
 from services.worker.settings import WorkerSettings
 from services.worker.sharing.arena import Arena, ModelPool
-from services.worker.sharing.weights import FailedRunner, Weights
+from services.worker.sharing.weights import FailedRunner, Movable, Weights
 from services.worker.sizing import engine_config, fingerprint, shared_configs, weights_budget
 from services.worker.wire import Served
 
@@ -72,19 +74,32 @@ def _load_all(settings: WorkerSettings) -> Loaded:
     if len(models) == 1:
         [(one, model)] = models.values()
         engine, served = _load(one, model, engine_config(one, model))
-        if settings.device_memory is not None and (decoder := decoder_of(engine)) is not None:
-            _check_alone(weights_budget(settings, [(engine.config, model)]), len(decoder.weights))
+        if settings.device_memory is not None:
+            _check_alone(weights_budget(settings, [(engine.config, model)]), engine)
         return Loaded([(engine, served)])
+    if settings.device_memory is not None and settings.draft_level != "none":
+        raise SettingsError(
+            "FOREBAY_DRAFT_LEVEL is a second copy of the weights, which FOREBAY_DEVICE_MEMORY doesn't move: leave one of them out"
+        )
     shared = shared_configs(settings, models)
-    loaded = [_load_or_fail(*models[name], shared.configs[name], (shared.pools[name], shared.pages)) for name in models]
+    loaded: list[tuple[Engine, Served]] = []
+    decoders: dict[str, Movable] = {}
+    for name in models:
+        engine, served = _load_or_fail(*models[name], shared.configs[name], (shared.pools[name], shared.pages))
+        loaded.append((engine, served))
+        if settings.device_memory is not None and (decoder := decoder_of(engine)) is not None:
+            decoders[served.model] = decoder
+            decoder.move(None)  # the next one may need the room
     if settings.device_memory is None:
         return Loaded(loaded, shared.arena)
-    budget = weights_budget(settings, [(engine.config, models[name][1]) for name, (engine, _) in zip(models, loaded, strict=True)])
-    return Loaded(loaded, shared.arena, _movable(settings, dict(zip(models, loaded, strict=True)), budget))
+    budget = weights_budget(settings, [(engine.config, model) for (engine, _), (_, model) in zip(loaded, models.values(), strict=True)])
+    return Loaded(loaded, shared.arena, _turns(settings, dict(zip(models, loaded, strict=True)), decoders, budget))
 
 
-def _check_alone(budget: int, num_bytes: int) -> None:
-    if num_bytes > budget:
+def _check_alone(budget: int, engine: Engine) -> None:
+    """A lone model's weights stay where they are; what torch holds isn't counted."""
+    model = engine.runner.model if isinstance(engine.runner, ModelRunner) else None
+    if isinstance(model, NativeDecoder) and (num_bytes := len(model.weights)) > budget:
         raise SettingsError(f"FOREBAY_DEVICE_MEMORY has {budget} bytes for the model's weights; its weights take {num_bytes}: raise it")
 
 
@@ -107,28 +122,20 @@ def _load_or_fail(
         return failed, _served(settings, model, failed)
 
 
-def decoder_of(engine: Engine) -> NativeDecoder | None:
-    """The engine's model, if its weights can move."""
+def decoder_of(engine: Engine) -> Movable | None:
+    """The engine's weights, which can move from now on. None: it has none."""
     model = engine.runner.model if isinstance(engine.runner, ModelRunner) else None
+    if isinstance(model, Decoder):
+        return MovingWeights(model)
     return model if isinstance(model, NativeDecoder) else None
 
 
-def _movable(settings: WorkerSettings, loaded: dict[str, tuple[Engine, Served]], budget: int) -> Weights:
-    """Weights in host memory, in turn on the device. SettingsError: such as can't move, pins of nobody, or none that fits."""
-    decoders: dict[str, NativeDecoder] = {}
-    for engine, served in loaded.values():
-        if isinstance(engine.runner, FailedRunner):
-            continue
-        if (decoder := decoder_of(engine)) is None or settings.draft_level != "none":
-            raise SettingsError(
-                "FOREBAY_DEVICE_MEMORY moves the weights of the native CPU kernels, without FOREBAY_DRAFT_LEVEL: "
-                "leave it out, and all models stay on the device"
-            )
-        decoders[served.model] = decoder
+def _turns(settings: WorkerSettings, loaded: dict[str, tuple[Engine, Served]], decoders: dict[str, Movable], budget: int) -> Weights:
+    """Weights in host memory, in turn on the device. SettingsError: pins of nobody, or none that fits."""
     if unknown := set(listed(settings.pinned_models)) - loaded.keys():
         raise SettingsError(f"FOREBAY_PINNED_MODELS names {min(unknown)}, which FOREBAY_MODEL doesn't: it has {', '.join(loaded)}")
     pinned = [loaded[name][1].model for name in listed(settings.pinned_models)]
-    weights = Weights(budget, decoders, pinned)
+    weights = Weights(budget, decoders, pinned, settings.device)
     for engine, served in loaded.values():
         if (reason := weights.failures.get(served.model)) is not None:
             _logger.error("not_loaded", model=served.model, why=reason)

@@ -11,13 +11,13 @@ from typing import Protocol
 from torch import Tensor
 
 from services.worker.engine.batch import Batch, SpanResult
-from services.worker.engine.kernels.memory import large_pages
 from services.worker.engine.request import SequenceError
+from services.worker.sharing.layout import allocate
 from services.worker.sharing.residency import Place, Residency
 
 
 class Movable(Protocol):
-    """A decoder whose weights can move, see NativeDecoder."""
+    """A decoder whose weights can move, see NativeDecoder, or weights that do, see MovingWeights."""
 
     @property
     def weights(self) -> Tensor: ...
@@ -33,13 +33,15 @@ class Weights:
         budget: int,
         decoders: Mapping[str, Movable],
         pinned: Collection[str] = (),
+        device: str = "cpu",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`budget` is the bytes of device memory for weights. OSError: there is no such memory."""
         self.residency = Residency(budget)
         self._decoders = dict(decoders)
         self._clock = clock
-        self._memory = large_pages(budget).fill_(0)  # or the first copies would pay for making pages
+        # Written once, or the first copies would pay for making pages.
+        self._memory = allocate(1, budget, device)[0].fill_(0)
         self._coming: tuple[str, threading.Thread] | None = None
         self._seconds = 0.0  # of what came last
         for model, decoder in decoders.items():

@@ -78,12 +78,13 @@ def answers(loaded: Loaded, max_steps: int = 2000) -> dict[str, TokenOutput]:
     return ended
 
 
-def test_models_take_turns_in_device_memory_that_holds_only_some(load: Load) -> None:
-    all_stay = load()
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_models_take_turns_in_device_memory_that_holds_only_some(load: Load, backend: str) -> None:
+    all_stay = load(backend=backend)
     assert all_stay.weights is None
     expected = {model: output.token_ids for model, output in answers(all_stay).items()}
     sizes = [len(loading.decoder_of(engine).weights) for engine, _ in all_stay.models]  # type: ignore[union-attr]
-    turns = load(device_memory=device_memory(load, max(sizes) + 4096))
+    turns = load(device_memory=device_memory(load, max(sizes) + 4096), backend=backend)
     assert turns.weights is not None
     assert {model: output.token_ids for model, output in answers(turns).items()} == expected
     assert sum(resident.num_loads for resident in turns.weights.residency.residents.values()) >= 3
@@ -119,8 +120,10 @@ def test_a_damaged_file_fails_its_own_models_requests(load: Load, folders: dict[
     [
         ({"device_memory": 1000}, "FOREBAY_DEVICE_MEMORY=1000 leaves nothing for weights: FOREBAY_KV_MEMORY takes 4000000 bytes"),
         ({"device_memory": 10**15}, "this host has .* left: lower it"),
-        ({"device_memory": 10**8, "backend": "torch"}, "moves the weights of the native CPU kernels, without FOREBAY_DRAFT_LEVEL"),
-        ({"device_memory": 10**8, "draft_level": "int4"}, "moves the weights of the native CPU kernels, without FOREBAY_DRAFT_LEVEL"),
+        (
+            {"device_memory": 10**8, "draft_level": "int4"},
+            "FOREBAY_DRAFT_LEVEL is a second copy of the weights, which FOREBAY_DEVICE_MEMORY",
+        ),
         (
             {"device_memory": 10**8, "pinned_models": "llama,who"},
             "FOREBAY_PINNED_MODELS names who, which FOREBAY_MODEL doesn't: it has llama",
