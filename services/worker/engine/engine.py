@@ -226,7 +226,7 @@ class Engine:
     # --- where engines share a pool, see sharing.claims
 
     def want(self, now: float) -> Want | None:
-        """The blocks that its first waiting sequence lacks; None: it has another reason to wait, or there is none."""
+        """The blocks that its running sequences, or its first waiting one, lack; None: it has another reason to wait, or there is none."""
         return self.batcher.admission.want(now)
 
     @property
