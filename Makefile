@@ -139,6 +139,9 @@ bench-classes: setup ## Realtime among batch requests of three orgs: latency, th
 bench-place: setup ## How long one choice of a worker takes among 256 with full caches, as JSON lines
 	@$(BIN)/python -m bench.fleet.place $(ARGS)
 
+bench-routing: setup ## Routing rules on a simulated fleet under published traces, as JSON lines (ARGS='--parts small', say)
+	@$(BIN)/python -m bench.fleet $(ARGS)
+
 bench-tracing: setup ## What tracing every request costs, as JSON lines
 	@$(BIN)/python -m bench.tracing $(ARGS)
 

@@ -80,7 +80,8 @@ class Mesh:
         for number, arrival in enumerate(arrivals):
             self._at(arrival.row.at, lambda now, n=number, a=arrival: self._arrive(n, a, now))  # type: ignore[misc]
         for place, name in enumerate(self._nodes):
-            self._at(self._beats.each * place / len(self._nodes), lambda now, name=name: self._tick(name, now))  # type: ignore[misc]
+            self._beat(name, 0.0)  # as soon as they have registered, which was before the first request
+            self._at(self._beats.each * (place + 1) / len(self._nodes), lambda now, name=name: self._tick(name, now))  # type: ignore[misc]
         while self._left:
             now, _, event = heapq.heappop(self._events)
             event(now)
@@ -181,7 +182,7 @@ class Mesh:
             self._workers[name] = replace(self._workers[name], node=state)
             self._memory.backlog.told(name, lacking, rate, listed, now)
 
-        if self._beats.late:
+        if self._beats.late and now > 0:
             self._at(now + self._beats.late, heard)
         else:
             heard(now)

@@ -60,6 +60,14 @@ class Node:
         self._run = (0.0, 0, 0.0, 0.0)  # start, steps, seconds of the first, what each next one takes more
         self._busy = self._looked_at = self._noted_at = 0.0
 
+    def warm_up(self) -> None:
+        """It has run before the trace begins: its step time is known."""
+        for number in range(1, LEARN_ALL + 1):
+            decodes, chunk = number % 16, MAX_STEP_TOKENS // (1 + number % 4) if number % 3 else 0
+            load = Load(decodes + chunk, decodes + 1, 2000 * decodes + 2 * chunk)
+            pairs = 2000.0 * decodes + 1.5 * chunk * chunk
+            self.step_time.record(load, self._law.seconds(load.num_tokens, load.num_rows, load.num_keys, pairs))
+
     # --- what happens to it
 
     def take(self, job: Job, now: float) -> None:

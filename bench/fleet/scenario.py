@@ -1,4 +1,4 @@
-"""What is simulated: a mixed fleet, a stretch of a trace spread over its models, and arrivals that keep it 80 % busy. Decides no placement."""
+"""What is simulated: a mixed fleet, a stretch of a trace spread over its models, and arrivals at 80 % of its capacity."""
 
 import random
 import zlib
@@ -47,7 +47,9 @@ def nodes(count: int) -> list[Node]:
     for device, model, share in SHAPE:
         for number in range(share * count // 16):
             air = WARM_CELSIUS if number % WARM_EACH == WARM_EACH - 1 else COOL_CELSIUS
-            made.append(Node(f"{model.name}-{device.name}-{number}", device, model, air))
+            node = Node(f"{model.name}-{device.name}-{number}", device, model, air)
+            node.warm_up()
+            made.append(node)
     return made
 
 
