@@ -24,6 +24,7 @@ explanation:<request>  string   why an ended request took so long (base64 of a p
 explained              list     [request id, bytes, when] (JSON) of those that are kept, newest first
 explained_bytes        string   their bytes
 orgs                   hash     org -> what operators have set over the policy file (JSON)
+drained                hash     worker or node that an operator has taken out of service -> who did
 api_keys               hash     SHA-256 of an API key, in hex -> whose it is (JSON)
 audit                  list     the latest acts of operators (JSON), newest first
 swept                  hash     when somebody last looked for what is overdue, and since when without a gap
@@ -61,6 +62,7 @@ _PARTS = {
     "explained": "explained",
     "explained_bytes": "explained_bytes",
     "orgs": "orgs",
+    "drained": "drained",
     "api_keys": "api_keys",
     "audit": "audit",
     "swept": "swept",
@@ -79,6 +81,7 @@ SWEPT = PREFIX + _PARTS["swept"]
 EXPLAINED = PREFIX + _PARTS["explained"]
 EXPLAINED_BYTES = PREFIX + _PARTS["explained_bytes"]
 ORGS = PREFIX + _PARTS["orgs"]
+DRAINED = PREFIX + _PARTS["drained"]
 API_KEYS = PREFIX + _PARTS["api_keys"]
 AUDIT = PREFIX + _PARTS["audit"]
 

@@ -17,6 +17,7 @@ from services.policy.watched import PolicyFile
 from services.scheduler.api_keys import ApiKeys
 from services.scheduler.audit import Audit
 from services.scheduler.dispatcher import Dispatcher
+from services.scheduler.drains import Drains
 from services.scheduler.explanations import Explanations
 from services.scheduler.keeper import Keeper
 from services.scheduler.ledger import Lease, Ledger, Timing
@@ -80,8 +81,9 @@ class Scheduler:
         self.store = store
         self.orgs = Orgs(store, policy or PolicyFile(None))
         self.metrics = Metrics()
+        self.drains = Drains(store)
         self.memory = Memory()
-        self.registry = Registry(liveness_seconds=options.liveness_seconds, backlog=self.memory.backlog)
+        self.registry = Registry(liveness_seconds=options.liveness_seconds, backlog=self.memory.backlog, drained=self.drains.covers)
         self.waiting = Waiting()
         # Drawn at each start: a restarted scheduler must not take its predecessor's streams and events for its own.
         self._instance = f"{options.scheduler_id}/{secrets.token_hex(4)}"
@@ -163,6 +165,11 @@ class Scheduler:
             return "stopping"
         return "Redis is away" if self.store.is_away else None
 
+    async def refresh(self) -> None:
+        """Reads what operators have set. StatusError UNAVAILABLE while Redis is away."""
+        await self.orgs.refresh()
+        await self.drains.refresh()
+
     def _state(self) -> State:
         return State(
             lines=self.keeper.lines,
@@ -186,7 +193,7 @@ class Scheduler:
         """Looks at the policy file and at what operators have set, in case another scheduler's word was lost."""
         while True:
             with suppress(StatusError):  # Redis is away.
-                await self.orgs.refresh()
+                await self.refresh()
             self.orgs.file.look()
             await asyncio.sleep(self.options.poll_seconds)
 
@@ -199,6 +206,6 @@ class Scheduler:
             elif event["event"] == "shed":
                 self.keeper.shed(event["request_id"], event["depth"])
             elif event["event"] == "orgs":
-                self.errand(self.orgs.refresh())
+                self.errand(self.refresh())
             else:
                 asyncio.get_running_loop().call_later(self.options.peer_delay_seconds, self.dispatcher.wake)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from services.worker.engine import deadlines
 from services.worker.engine.admission import Admission
 from services.worker.engine.batch import Batch, Span, SpanResult
+from services.worker.engine.block_pool import Pool
 from services.worker.engine.block_tables import BlockTables
 from services.worker.engine.budget import Budget
 from services.worker.engine.config import EngineConfig
@@ -44,7 +45,10 @@ class BatcherCounters:
 
 
 class Batcher:
-    """Owns the sequences and their blocks. `max_model_len` bounds prompt plus output of a choice. `speculator` None: no drafts."""
+    """Owns the sequences and their blocks. `max_model_len` bounds prompt plus output of a choice. `speculator` None: no drafts.
+
+    `pool` None: the blocks are its own.
+    """
 
     def __init__(
         self,
@@ -54,12 +58,13 @@ class Batcher:
         model_version: str,
         kv_format: str,
         speculator: Speculator | None = None,
+        pool: Pool | None = None,
     ) -> None:
         self.config = config
         self.counters = BatcherCounters()
         self.costs = Costs()  # the engine records what it measures
         self.queue = SequenceQueue()
-        self.tables = BlockTables(config, self.costs, model_version, kv_format)
+        self.tables = BlockTables(config, self.costs, model_version, kv_format, pool)
         self.admission = Admission(config, self.queue, self.tables)
         self.speculator = speculator
         self.step_time = StepTime() if speculator is None else speculator.step_time
@@ -111,7 +116,7 @@ class Batcher:
     # --- before a step
 
     def schedule(self, now: float) -> Batch:
-        """The next step's spans: as many tokens as deadlines allow, to whom they are most urgent."""
+        """The next step's spans: as many tokens as deadlines allow, to whom they are most urgent. None while others hold all blocks."""
         for group in self.queue.greet(now):
             self._newcomers.note(group.request, now)
         self.admission.grow(now)
@@ -121,7 +126,8 @@ class Batcher:
         draft_counts = self._make_room_for_drafts(present, budget)  # which may evict blocks, too
         host = self.tables.host
         batch = Batch(present, tuple(host.copies_out), tuple(host.copies_in), draft_counts)
-        assert batch.spans or batch.copies_in or not self.queue.requests, "there is work, but nothing of it can run"
+        runs = batch.spans or batch.copies_in or not self.queue.requests
+        assert runs or self.tables.pool.is_shared, "there is work, but nothing of it can run"
         return batch
 
     def _spans(self, budget: Budget, now: float) -> tuple[Span, ...]:
@@ -130,8 +136,12 @@ class Batcher:
         limits = deadlines.limits(running, self._newcomers, self.config.max_step_tokens, self.step_time, now)
         order = deadlines.in_order(running, self._step_seconds, now)
         kept_back = deadlines.kept_back(order)
+        suspect: str | None = None  # the one request of its kind in this step
         spans: list[Span] = []
-        for sequence in order:
+        for sequence in _suspects_in_turn(order):
+            if sequence.is_suspect and suspect not in (None, sequence.request_id):
+                sequence.num_skips += 1
+                continue
             if self.tables.bring_back(sequence):
                 continue
             must = not spans or sequence.num_skips >= deadlines.MAX_SKIPS
@@ -139,6 +149,7 @@ class Batcher:
             sequence.num_skips = sequence.num_skips + 1 if span is None else 0
             if span is not None:
                 spans.append(span)
+                suspect = sequence.request_id if sequence.is_suspect else suspect
         return tuple(spans)
 
     def _make_room_for_drafts(self, spans: Seq[Span], budget: Budget) -> tuple[int, ...]:
@@ -234,6 +245,12 @@ class Batcher:
         """Asserts what must hold between steps; when idle, that no block is referenced."""
         self.queue.check_integrity()
         self.tables.check_integrity([*self.queue.running, *self.queue.waiting])
+
+
+def _suspects_in_turn(order: list[Sequence]) -> list[Sequence]:
+    """The same order, but for those that a worker may have died of: they go by how long they were left out, as there is one in a step."""
+    turns = iter(sorted((sequence for sequence in order if sequence.is_suspect), key=lambda sequence: -sequence.num_skips))
+    return [next(turns) if sequence.is_suspect else sequence for sequence in order]
 
 
 def _tell_chunk(span: Span, output: TokenOutput, now: float) -> None:
