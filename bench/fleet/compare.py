@@ -4,6 +4,7 @@ Traces are read from FOREBAY_TRACES (default ../shared/traces); those that aren'
 """
 
 import argparse
+import gc
 import json
 import os
 import time
@@ -60,6 +61,7 @@ class Result:
 def run(task: Task) -> list[Result]:
     """All rules of a task on the same arrivals."""
     case = scenario(load(task.path), num_nodes=task.num_nodes, num_requests=task.num_requests, seed=task.seed)
+    gc.freeze()  # or the collector would look at the whole trace again and again
     return [_run(task, case, policy) for policy in task.policies]
 
 
