@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -145,6 +146,8 @@ def main() -> None:
         times, num_refused = asyncio.run(measure(address, arguments))
     show(line("place_refused", num_refused, "requests", 0, at_most=True))
     placed = [seconds for seconds in times if seconds < math.inf] or [math.nan]
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    show(line("place_cpu_ms", 1e3 * (used.ru_utime + used.ru_stime) / (len(times) + WARM_SECONDS * arguments.rate), "ms"))
     show(line("place_p50_ms", 1e3 * placed[len(placed) // 2], "ms"))
     show(line("place_p99_ms", 1e3 * placed[int(len(placed) * 0.99)], "ms", 10, at_most=True))
 
