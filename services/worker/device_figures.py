@@ -24,6 +24,13 @@ _DCGM: tuple[tuple[str, str, Read], ...] = (
     ("DCGM_FI_DEV_POWER_USAGE", "Power drawn (in W).", lambda t: t.power_watts),
     ("DCGM_FI_DEV_SM_CLOCK", "Clock of the multiprocessors (in MHz).", lambda t: t.sm_clock_mhz),
     ("DCGM_FI_DEV_MEM_CLOCK", "Clock of the memory (in MHz).", lambda t: t.memory_clock_mhz),
+    ("DCGM_FI_DEV_SLOWDOWN_TEMP", "Temperature from which it slows itself down (in C).", lambda t: t.slowdown_celsius),
+    ("DCGM_FI_DEV_CLOCK_THROTTLE_REASONS", "Why its clocks are held down, as NVML's bits.", lambda t: t.throttle_reasons),
+    ("DCGM_FI_DEV_PCIE_LINK_GEN", "Generation of the PCIe link as it is now.", lambda t: t.pcie_generation),
+    ("DCGM_FI_DEV_PCIE_LINK_WIDTH", "Lanes of the PCIe link as it is now.", lambda t: t.pcie_lanes),
+    ("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "PCIe packets that were sent again.", lambda t: t.pcie_replays),
+    ("DCGM_FI_DEV_MIG_MODE", "1 where the GPU is divided.", lambda t: t.mig_enabled),
+    ("forebay_device_nvlinks", "NVLinks that are up.", lambda t: t.num_nvlinks),
 )
 _HOST: tuple[tuple[str, str, Read], ...] = (
     ("forebay_host_memory_used_bytes", "Memory of the host that isn't available.", lambda t: t.memory_used_bytes),

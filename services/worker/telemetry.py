@@ -32,6 +32,12 @@ class Telemetry:
     memory_clock_mhz: float | None = None
     memory_bytes_per_second: float | None = None  # at most
     slowdown_celsius: float | None = None  # from here on it slows itself down
+    throttle_reasons: int | None = None  # NVML's bits; see nvml.THERMAL
+    pcie_generation: int | None = None
+    pcie_lanes: int | None = None
+    pcie_replays: int | None = None
+    num_nvlinks: int | None = None  # that are up
+    mig_enabled: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,7 @@ def _read_cuda(device: str, gpu: Gpu) -> Telemetry:
     # Memory by CUDA: of a part of a GPU, too, it tells what that part has.
     free, total = torch.cuda.mem_get_info(device)
     utilization, memory_busy = gpu.utilization()
+    generation, lanes = gpu.pcie_link()
     return Telemetry(
         total - free,
         total,
@@ -122,4 +129,12 @@ def _read_cuda(device: str, gpu: Gpu) -> Telemetry:
         memory_busy_percent=memory_busy,
         sm_clock_mhz=gpu.sm_clock_mhz(),
         memory_clock_mhz=gpu.memory_clock_mhz(),
+        memory_bytes_per_second=gpu.memory_bytes_per_second,
+        slowdown_celsius=gpu.slowdown_celsius,
+        throttle_reasons=gpu.throttle_reasons(),
+        pcie_generation=generation,
+        pcie_lanes=lanes,
+        pcie_replays=gpu.pcie_replays(),
+        num_nvlinks=gpu.num_nvlinks,
+        mig_enabled=gpu.mig_enabled,
     )

@@ -8,6 +8,7 @@ import pytest
 
 from services.cli import screen
 from services.cli.home import Home
+from services.scheduler.policy.routing import SECONDS
 from tests.e2e.mesh import FOREBAY, Mesh, wait_until
 from tests.unit.cli.terminal import CTRL_C, CTRL_D, Terminal
 
@@ -46,7 +47,7 @@ def test_explain_tells_where_the_time_of_a_request_went(mesh: Mesh) -> None:
     assert {"PREFILL", "FIRST_TOKEN"} <= set(kinds)
     (candidate,) = attempt["decision"]["candidates"]
     assert candidate["chosen"]
-    assert {term["name"] for term in candidate["cost"]} == {"waiting", "preempted", "prefill", "load", "rivals", "cache"}
+    assert {term["name"] for term in candidate["cost"]} == set(SECONDS.terms)
     shown = mesh.forebay("explain", request_id).stdout
     assert all(word in shown for word in ("queue", "decode", "worker-1", "chosen", "first token"))
     assert "France" not in json.dumps(record)
