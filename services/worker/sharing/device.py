@@ -103,6 +103,7 @@ class SharedDevice:
         self._weights = weights
         self._idle: set[str] = set()  # whose last step did nothing, as they wait for others' blocks
         self._turns = TimeSlice()
+        self._stepping: str | None = None  # whose the last step was; None: nobody could
         self._stats: dict[str, Stats] = {}
         self._progress: dict[str, Progress] = {}
         self._changed = set(self.members)  # since they were looked at
@@ -136,9 +137,11 @@ class SharedDevice:
         if self._arena is not None:
             tenants = {model: tenant for model, tenant in self._tenants.items() if tenant.has_work}
             claims.settle(self._arena, {m: tenant if m in able else Resting(tenant) for m, tenant in tenants.items()}, now)
+        self._changed.update(working)
+        self._stepping = None
         if not able:
             return Stepped(next(iter(working)), [], 0, 0)
-        model = self._turns.choose({m: urgency[m] for m in able if m not in self._idle} or {m: urgency[m] for m in able})
+        model = self._stepping = self._turns.choose({m: urgency[m] for m in able if m not in self._idle} or {m: urgency[m] for m in able})
         member = self.members[model]
         if self._weights is not None:
             member.is_delayed = not self._weights.is_there(model)
@@ -149,7 +152,6 @@ class SharedDevice:
             self._idle.clear()
         else:
             self._idle.add(model)
-        self._changed.update(working)
         return stepped
 
     def _able(self, urgency: Mapping[str, int], now: float) -> list[str]:
@@ -160,8 +162,9 @@ class SharedDevice:
         return self._weights.able(urgency)
 
     def took(self, model: str, seconds: float) -> None:
-        """How long its step was, for whose turn is next."""
-        self._turns.charge(model, seconds)
+        """How long its step was, for whose turn is next. Nobody pays for one that there wasn't."""
+        if model == self._stepping:
+            self._turns.charge(model, seconds)
 
     def stats(self) -> dict[str, Stats]:
         """By model."""

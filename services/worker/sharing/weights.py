@@ -91,7 +91,7 @@ class Weights:
 
     def is_there(self, model: str) -> bool:
         """Whether all of it is."""
-        return model not in self._decoders or self._place(model) is not Place.ARRIVING
+        return model not in self._decoders or self._place(model) in (Place.DEVICE, Place.COLD)
 
     def _place(self, model: str) -> Place:
         return self.residency.residents[model].place

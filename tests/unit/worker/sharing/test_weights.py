@@ -58,7 +58,7 @@ def test_one_that_is_arriving_steps_only_where_nobody_else_can() -> None:
     assert not weights.is_there("a")
     arrive(weights, a, work, 0.1)
     assert weights.is_there("a")
-    assert weights.on_device(["a", "b", "elsewhere"]) == ["a", "elsewhere"]
+    assert weights.on_device(work) == ["a"]
     assert weights.able(work) == ["a"], "b is arriving, and a needs no copy"
     assert weights.able(["b"]) == ["b"]
     arrive(weights, b, work, 0.2)
@@ -78,6 +78,22 @@ def test_who_waits_for_a_place_is_not_able_and_who_gives_way_is_nowhere() -> Non
     weights.advance({"b": 2}, 5.0)
     assert weights.able(["b"]) == ["b"]
     assert a.place is None
+
+
+def test_nobody_pays_for_a_step_while_the_weights_that_are_wanted_are_elsewhere(folders: dict[str, Path]) -> None:
+    """The first model has just come, so the second can't yet."""
+    device, weights, _ = on_a_device(folders, 1, num_pages=60)
+    first, second = (requests_to(model)[0] for model in list(folders)[:2])
+    device.add(first)
+    while device.has_work:
+        device.took(device.step(0.0).model, 0.01)
+        weights.finish()
+    device.add(second)
+    stepped = device.step(0.5)
+    device.took(stepped.model, 0.01)
+    assert (stepped.model, stepped.outputs, stepped.num_tokens) == (second.model, [], 0)
+    stepped = device.step(1.5)
+    assert stepped.num_tokens > 0
 
 
 def test_models_without_weights_that_move_are_always_able() -> None:
@@ -173,7 +189,9 @@ def test_ids_and_logprobs_of_six_models_on_room_for_few_equal_each_alone(folders
         if coming and rng.random() < 0.3:
             device.add(coming.pop())
         if device.has_work:
-            collect(device.step(now).outputs, whole)
+            stepped = device.step(now)
+            device.took(stepped.model, 0.15)
+            collect(stepped.outputs, whole)
         now += 0.15
         device.check_integrity()
         weights.residency.check_integrity()
