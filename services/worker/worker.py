@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -28,12 +28,12 @@ from services.worker.outbox import Pace
 from services.worker.server import CALLERS, WorkerService
 from services.worker.settings import WorkerSettings
 from services.worker.sharing.arena import Arena
-from services.worker.sharing.device import SharedDevice
+from services.worker.sharing.device import SharedDevice, Stats
 from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
 from services.worker.watchdog import Pauses
-from services.worker.wire import Served, in_flight
+from services.worker.wire import Served, in_flight, step_time_model
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
@@ -68,6 +68,7 @@ class Worker:
         engines = {served.model: engine for engine, served in models}
         tenants = {model: engine for model, engine in engines.items() if isinstance(engine, Engine)}
         self._models = {served.model: served for _, served in models}
+        self._max_step_tokens = max(engine.max_step_tokens for engine in engines.values())
         self._settings = settings
         registry = CollectorRegistry()
         self._metrics = _metrics(registry, self._models.values(), settings)
@@ -191,10 +192,13 @@ class Worker:
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),
             loaded_models=list(self._models),
+            step_time=_slowest(stats),
+            num_prefill_tokens=sum(s.num_prefill_tokens for s in stats),
+            celsius_per_second=self._sensors.celsius_per_second,
         )
 
     def _register(self) -> scheduler_pb2.Register:
-        settings = self._settings
+        settings, reading = self._settings, self._sensors.read()
         return scheduler_pb2.Register(
             worker_id=settings.worker_id or f"{socket.gethostname()}-{split(self.address)[1]}",
             incarnation=self.incarnation,
@@ -206,6 +210,13 @@ class Worker:
             max_waiting=MAX_WAITING,
             region=settings.region,
             died_with=[in_flight(entry) for entry in self._died_with],
+            max_step_tokens=self._max_step_tokens,
+            capacity=scheduler_pb2.Capacity(
+                memory_bytes=reading.memory_total_bytes,
+                memory_bytes_per_second=settings.memory_bytes_per_second or reading.memory_bytes_per_second,
+                flops=settings.flops,
+                slowdown_celsius=settings.slowdown_celsius or reading.slowdown_celsius,
+            ),
         )
 
     def _observe(self, turn: Turn) -> None:
@@ -252,6 +263,12 @@ def _metrics(registry: CollectorRegistry, models: Collection[Served], settings: 
         for served in models
     }
     return WorkerMetrics(registry, throughputs, max_model_len=max(served.max_model_len for served in models))
+
+
+def _slowest(stats: Iterable[Stats]) -> scheduler_pb2.StepTimeModel | None:
+    """The step times of the model that takes longest: a worker tells one for all that it serves."""
+    known = [s.step_time for s in stats if s.step_time is not None]
+    return step_time_model(max(known)) if known else None
 
 
 def _told(served: Served) -> scheduler_pb2.WorkerModel:
