@@ -64,6 +64,14 @@ def up(
             parser=memory("--kv-memory"), metavar="SIZE", help="Cache memory per worker, such as 512MB. Left out: the worker's default."
         ),
     ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            parser=memory("--device-memory"),
+            metavar="SIZE",
+            help="With --share: what a worker's models have for weights, cache and workspace; they take turns where not all fit.",
+        ),
+    ] = None,
     policy: Annotated[
         Path | None, typer.Option("--policy", metavar="FILE", help="Orgs, tiers, classes and models, as `forebay policy check` takes it.")
     ] = None,
@@ -83,6 +91,8 @@ def up(
         raise Problem("FOREBAY_PUBLIC_TLS_CERT_FILE is for a gateway run by itself (python -m services.gateway): unset it for `forebay up`")
     if policy is not None:
         require_usable(policy)
+    if device_memory is not None and not share:
+        raise Problem("--device-memory is for models that share a worker: give --share, too")
     plan = Plan(
         tuple(models.find_all(model or [])),
         workers,
@@ -95,6 +105,7 @@ def up(
         policy,
         tls,
         share or not model,
+        device_memory,
     )
     asyncio.run(_keep_up(plan, Home.from_environment(), as_json))
 

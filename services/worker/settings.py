@@ -61,6 +61,13 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="host memory for blocks that the prefix cache evicts, such as 8GiB; beside a CPU's cache, more kv_memory is better",
     )
+    device_memory: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="of the device, for weights, cache and workspace of all models, such as 24GB; models take turns where their weights "
+        "don't fit at once; default: all stay",
+    )
+    pinned_models: str = Field("", description="names of models that never give way to others in device_memory, separated by commas")
     preemption: bool = Field(True, description="whether a request may take room that less urgent ones hold")
     swap_memory: ByteSize = Field(
         ByteSize(128_000_000),

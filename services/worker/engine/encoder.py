@@ -74,6 +74,7 @@ class Encoder:
         self.config = model.config
         self.model_version = model_version
         self.max_step_tokens = max_step_tokens
+        self.is_delayed = False  # its weights stay where they are
         self._num_computed_tokens = 0
         self._model = model
         self._queue = EncodeQueue()

@@ -9,8 +9,9 @@ from services.worker.engine.engine import EngineStats
 from services.worker.engine.request import EngineRequest, TokenOutput
 from services.worker.sharing import claims
 from services.worker.sharing.arena import Arena
-from services.worker.sharing.claims import Tenant
+from services.worker.sharing.claims import Resting, Tenant
 from services.worker.sharing.timeslice import TimeSlice
+from services.worker.sharing.weights import Weights
 
 Progress = dict[str, tuple[int, int]]
 """Request id -> (output tokens, blocks)."""
@@ -26,6 +27,8 @@ Told = TypeVar("Told", covariant=True)
 
 class Member(Protocol[Asked, Told]):
     """What a device steps for one model; see Engine and Encoder."""
+
+    is_delayed: bool
 
     @property
     def has_work(self) -> bool:
@@ -84,15 +87,20 @@ class Stepped:
 class SharedDevice:
     """`members` by the model's name, which requests bear. What one is asked about a member is kept until that one has changed.
 
-    `arena` has the blocks of the `tenants` among them, where they share one.
+    `arena` has the blocks of the `tenants` among them, where they share one. `weights` come and go where not all are there at once.
     """
 
     def __init__(
-        self, members: Mapping[str, Member[Any, Output]], arena: Arena | None = None, tenants: Mapping[str, Tenant] | None = None
+        self,
+        members: Mapping[str, Member[Any, Output]],
+        arena: Arena | None = None,
+        tenants: Mapping[str, Tenant] | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.members = dict(members)
         self._arena = arena
         self._tenants = tenants or {}
+        self._weights = weights
         self._idle: set[str] = set()  # whose last step did nothing, as they wait for others' blocks
         self._turns = TimeSlice()
         self._stats: dict[str, Stats] = {}
@@ -104,8 +112,9 @@ class SharedDevice:
         return any(member.has_work for member in self.members.values())
 
     def full_step_seconds(self) -> float:
-        """Foretold, of the longest step that may come, whosever it is."""
-        return max(member.full_step_seconds() for member in self.members.values())
+        """Foretold, of the longest step that may come, whosever it is, and whether or not its weights must come first."""
+        longest = max(member.full_step_seconds() for member in self.members.values())
+        return longest if self._weights is None else longest + self._weights.load_seconds
 
     def add(self, request: Request) -> None:
         """To the engine of its model. InvalidRequest, RequestTooLarge: refused."""
@@ -120,13 +129,19 @@ class SharedDevice:
                 self._changed.add(model)
 
     def step(self, now: float) -> Stepped:
-        """One step of the model whose turn it is. `now` in seconds, any origin."""
+        """One step of the model whose turn it is; none while all weights that are wanted are elsewhere. `now` in seconds, any origin."""
         working = {model: member for model, member in self.members.items() if member.has_work}
+        urgency = {model: member.most_urgent_class for model, member in working.items()}
+        able = self._able(urgency, now)
         if self._arena is not None:
-            claims.settle(self._arena, {model: tenant for model, tenant in self._tenants.items() if tenant.has_work}, now)
-        able = {model: member.most_urgent_class for model, member in working.items() if model not in self._idle}
-        model = self._turns.choose(able or {model: member.most_urgent_class for model, member in working.items()})
+            tenants = {model: tenant for model, tenant in self._tenants.items() if tenant.has_work}
+            claims.settle(self._arena, {m: tenant if m in able else Resting(tenant) for m, tenant in tenants.items()}, now)
+        if not able:
+            return Stepped(next(iter(working)), [], 0, 0)
+        model = self._turns.choose({m: urgency[m] for m in able if m not in self._idle} or {m: urgency[m] for m in able})
         member = self.members[model]
+        if self._weights is not None:
+            member.is_delayed = not self._weights.is_there(model)
         computed, generated = member.num_tokens
         outputs = member.step(now)
         stepped = Stepped(model, outputs, member.num_tokens[0] - computed, member.num_tokens[1] - generated)
@@ -136,6 +151,13 @@ class SharedDevice:
             self._idle.add(model)
         self._changed.update(working)
         return stepped
+
+    def _able(self, urgency: Mapping[str, int], now: float) -> list[str]:
+        """Whose weights are there, of those that have work."""
+        if self._weights is None:
+            return list(urgency)
+        self._weights.advance(urgency, now)
+        return self._weights.able(urgency)
 
     def took(self, model: str, seconds: float) -> None:
         """How long its step was, for whose turn is next."""
