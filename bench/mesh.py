@@ -90,7 +90,7 @@ def _described(pid: int, home: Home, grpc_address: str, http_url: str, token: st
     with grpc.insecure_channel(grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         listed = stub.ListModels(inference_pb2.ListModelsRequest(), metadata=(("authorization", f"Bearer {token}"),), timeout=10)
-    first = listed.models[0]
+    first = next((model for model in listed.models if "generate" in model.capabilities), listed.models[0])
     return Mesh(pid, home.keys, grpc_address, http_url, token, first.name, first.vocab_size)
 
 

@@ -18,30 +18,36 @@ _DYING = ("ENGINE_FAILED", "ENGINE_HANGS")  # reasons of a worker that is about 
 class WorkerLost(Exception):
     """This attempt is over, the request isn't. `unreachable`: others should avoid the worker too."""
 
-    def __init__(self, why: str, *, unreachable: bool) -> None:
+    def __init__(self, why: str, *, unreachable: bool, reason: str = "") -> None:
         super().__init__(why)
         self.unreachable = unreachable
+        self.reason = reason
 
 
-async def next_message(call: "grpc.aio.UnaryStreamCall[Any, Any]", silence: float, lease: scheduler_pb2.Lease, deadline: Deadline) -> Any:
-    """The worker's next message, grpc.aio.EOF at the end of its stream. Raises its status, or WorkerLost after `silence` seconds."""
+async def next_message(
+    call: "grpc.aio.UnaryStreamCall[Any, Any]", silence: float, lease: scheduler_pb2.Lease, deadline: Deadline, where: str
+) -> Any:
+    """The worker's next message, grpc.aio.EOF at the end of its stream. Raises its status, or WorkerLost after `silence` seconds.
+
+    `where`: what a client is told of a deadline that has passed.
+    """
     try:
         async with asyncio.timeout(silence):
             return await call.read()
     except TimeoutError:
-        deadline.seconds_left("on the worker")
+        deadline.seconds_left(where)
         raise WorkerLost(f"worker {lease.worker_id} is silent", unreachable=True) from None
     except grpc.aio.AioRpcError as failure:
         raise from_rpc(failure) from None
 
 
-def judge(error: StatusError, lease: scheduler_pb2.Lease, deadline: Deadline, *, running: bool) -> Exception:
+def judge(error: StatusError, lease: scheduler_pb2.Lease, deadline: Deadline, where: str, *, running: bool) -> Exception:
     """Whether a worker's failure ends the request or only this attempt. `running`: the worker had taken it up."""
     match error.code:
         case Code.DEADLINE_EXCEEDED:
-            return deadline.error("on the worker")
+            return deadline.error(where)
         case Code.UNAVAILABLE | Code.CANCELLED:
-            return WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True)
+            return WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True, reason=error.reason)
         case Code.INTERNAL if error.reason in _DYING:
             return WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True)
         case Code.RESOURCE_EXHAUSTED if running:
@@ -50,9 +56,14 @@ def judge(error: StatusError, lease: scheduler_pb2.Lease, deadline: Deadline, *,
             return WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=False)
         case Code.INVALID_ARGUMENT:
             return error
-    _log.error("engine_error", what=error.message, reason=error.reason)
-    words = "the engine failed on this request: try again, and report its id if it fails again"
-    return StatusError(Code.INTERNAL, words, reason="ENGINE_ERROR")
+    return engine_error(error.message, error.reason)
+
+
+def engine_error(what: str, reason: str) -> StatusError:
+    """The engine's words where they are about this request (every token banned, say); else ours."""
+    _log.error("engine_error", what=what, reason=reason)
+    message = what if reason == "SEQUENCE_FAILED" else "the engine failed on this request: try again, and report its id if it fails again"
+    return StatusError(Code.INTERNAL, message, reason="ENGINE_ERROR")
 
 
 def outcome(error: BaseException | None, reason: types_pb2.FinishReason.ValueType) -> tuple[int, types_pb2.FinishReason.ValueType]:

@@ -3,7 +3,6 @@
 Owns failover without lost or doubled tokens, and the end of the lease. Knows tokens, not text.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -15,8 +14,9 @@ import grpc
 
 from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
 from services.common import log, tracing
-from services.common.errors import Code, StatusError, from_rpc, unavailable
+from services.common.errors import Code, StatusError, unavailable
 from services.common.tracing import Span
+from services.gateway.attempt import WorkerLost, engine_error, judge, next_message, outcome
 from services.gateway.course import Course
 from services.gateway.deaths import Deaths
 from services.gateway.mesh import Mesh
@@ -26,17 +26,8 @@ from services.gateway.wire import cache_salt, engine_sampling
 
 _log = log.get(__name__)
 
-_DYING = ("ENGINE_FAILED", "ENGINE_HANGS")  # reasons of a worker that is about to go
+_WHERE = "while generating"  # a deadline may pass
 _NO_DRAFT, _ACCEPTED = 0, 2  # verdicts, as worker.proto says
-
-
-class _WorkerLost(Exception):
-    """This attempt is over, the request isn't. `unreachable`: others should avoid the worker too."""
-
-    def __init__(self, why: str, *, unreachable: bool, reason: str = "") -> None:
-        super().__init__(why)
-        self.unreachable = unreachable
-        self.reason = reason
 
 
 @dataclass
@@ -149,7 +140,7 @@ class MeshCall:
                     async for event in events:
                         yield event
                 return
-            except _WorkerLost as lost:
+            except WorkerLost as lost:
                 self._course.done("" if self.finished else "unreachable" if lost.unreachable else "refused")
                 _log.info("worker_lost", request_id=lease.request_id, worker=lease.worker_id, epoch=lease.epoch, why=str(lost))
                 if self.finished:
@@ -183,7 +174,7 @@ class MeshCall:
                     if self.finished and self._cut:
                         break
                 if not self.finished:
-                    raise _WorkerLost("the worker ended the stream early", unreachable=False)
+                    raise WorkerLost("the worker ended the stream early", unreachable=False)
             finally:
                 self._course.done()
                 if self._open is not None:
@@ -212,31 +203,10 @@ class MeshCall:
         """The worker's next message, None at the end of its stream."""
         assert self._open is not None
         try:
-            async with asyncio.timeout(self._mesh.limits.worker_silence):
-                event = await self._open.read()
-        except TimeoutError:
-            self._deadline.seconds_left("while generating")
-            raise _WorkerLost(f"worker {lease.worker_id} is silent", unreachable=True) from None
-        except grpc.aio.AioRpcError as failure:
-            raise self._judge(from_rpc(failure), lease) from None
+            event = await next_message(self._open, self._mesh.limits.worker_silence, lease, self._deadline, _WHERE)
+        except StatusError as error:
+            raise judge(error, lease, self._deadline, _WHERE, running=self._running) from None
         return event if isinstance(event, worker_pb2.WorkerServiceGenerateResponse) else None
-
-    def _judge(self, error: StatusError, lease: scheduler_pb2.Lease) -> Exception:
-        """Whether a worker's failure ends the request or only this attempt."""
-        match error.code:
-            case Code.DEADLINE_EXCEEDED:
-                return self._deadline.error("while generating")
-            case Code.UNAVAILABLE | Code.CANCELLED:
-                return _WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True, reason=error.reason)
-            case Code.INTERNAL if error.reason in _DYING:
-                return _WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True)
-            case Code.RESOURCE_EXHAUSTED if self._running:
-                return StatusError(Code.RESOURCE_EXHAUSTED, f"the answer was not read fast enough: {error.message}", reason="SLOW_READER")
-            case Code.RESOURCE_EXHAUSTED | Code.FAILED_PRECONDITION | Code.ABORTED | Code.NOT_FOUND:
-                return _WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=False)
-            case Code.INVALID_ARGUMENT:
-                return error
-        return _engine_error(error.message, error.reason)
 
     def _fresh_deltas(self, deltas: Sequence[worker_pb2.TokenDelta]) -> Iterator[worker_pb2.TokenDelta]:
         """The part of the news that the client hasn't got; remembers it as delivered."""
@@ -247,11 +217,11 @@ class MeshCall:
                 continue
             self._drop_known(delta, choice)
             if delta.finish_reason == types_pb2.FINISH_REASON_ERROR:
-                raise _engine_error(f"choice {delta.choice_index} ended with an error", "")
+                raise engine_error(f"choice {delta.choice_index} ended with an error", "")
             if delta.finish_reason == types_pb2.FINISH_REASON_DEADLINE:
-                raise self._deadline.error("while generating")
+                raise self._deadline.error(_WHERE)
             if delta.finish_reason == types_pb2.FINISH_REASON_CANCELLED:
-                raise _WorkerLost("the worker gave the request up", unreachable=False)
+                raise WorkerLost("the worker gave the request up", unreachable=False)
             choice.token_ids.extend(delta.token_ids)
             choice.verdicts.extend(delta.verdicts[: len(delta.token_ids)].ljust(len(delta.token_ids), bytes([_NO_DRAFT])))
             choice.finish_reason = delta.finish_reason
@@ -265,7 +235,7 @@ class MeshCall:
         if delta.token_ids:
             num_known = len(choice.token_ids) - delta.first_position
             if num_known < 0:
-                raise _WorkerLost(f"the worker skipped {-num_known} tokens", unreachable=False)
+                raise WorkerLost(f"the worker skipped {-num_known} tokens", unreachable=False)
             if num_known > 0:
                 del delta.token_ids[:num_known]
                 del delta.logprobs[:num_known]
@@ -309,7 +279,7 @@ class MeshCall:
         return self._course.was_queued or late_or_shed
 
     def _finish_request(self, error: BaseException | None, epoch: int) -> scheduler_pb2.FinishRequest:
-        code, reason = _outcome(error, self.choices[0].finish_reason)
+        code, reason = outcome(error, self.choices[0].finish_reason)
         return scheduler_pb2.FinishRequest(
             request_id=self._generation.request_id,
             epoch=epoch,
@@ -319,22 +289,3 @@ class MeshCall:
             ttft_seconds=self.first_token_seconds,
             total_seconds=self._mesh.clock() - self._start,
         )
-
-
-def _outcome(error: BaseException | None, reason: types_pb2.FinishReason.ValueType) -> tuple[int, types_pb2.FinishReason.ValueType]:
-    """gRPC status number and finish reason of a request that ended with `error`."""
-    if error is None:
-        return 0, reason
-    if isinstance(error, StatusError):
-        deadline = error.code is Code.DEADLINE_EXCEEDED
-        return error.code.value[0], types_pb2.FINISH_REASON_DEADLINE if deadline else types_pb2.FINISH_REASON_UNSPECIFIED
-    if isinstance(error, asyncio.CancelledError | GeneratorExit | ConnectionError | TimeoutError):
-        return Code.CANCELLED.value[0], types_pb2.FINISH_REASON_CANCELLED
-    return Code.INTERNAL.value[0], types_pb2.FINISH_REASON_UNSPECIFIED
-
-
-def _engine_error(what: str, reason: str) -> StatusError:
-    """The engine's words where they are about this request (every token banned, say); else ours."""
-    _log.error("engine_error", what=what, reason=reason)
-    message = what if reason == "SEQUENCE_FAILED" else "the engine failed on this request: try again, and report its id if it fails again"
-    return StatusError(Code.INTERNAL, message, reason="ENGINE_ERROR")

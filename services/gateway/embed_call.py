@@ -25,6 +25,7 @@ from services.gateway.placing import Deadline, Placement
 _log = log.get(__name__)
 
 FLOAT_BYTES = 4
+_WHERE = "on the worker"  # a deadline may pass
 
 
 Vector = tuple[int, bytes]
@@ -155,9 +156,9 @@ class EmbedCall:
     async def _next(self, lease: scheduler_pb2.Lease) -> worker_pb2.WorkerServiceEmbedResponse | None:
         assert self._open is not None
         try:
-            message = await next_message(self._open, self._mesh.limits.worker_silence, lease, self._deadline)
+            message = await next_message(self._open, self._mesh.limits.worker_silence, lease, self._deadline, _WHERE)
         except StatusError as error:
-            raise judge(error, lease, self._deadline, running=self._running) from None
+            raise judge(error, lease, self._deadline, _WHERE, running=self._running) from None
         return message if isinstance(message, worker_pb2.WorkerServiceEmbedResponse) else None
 
     def _vectors(self, news: worker_pb2.Vectors, asked: Sequence[int]) -> list[Vector]:

@@ -18,7 +18,7 @@ from services.common.process import InternalHttp
 from services.common.tls import Identity
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.encoder import Encoder
-from services.worker.engine.engine import Engine, EngineStats
+from services.worker.engine.engine import Engine
 from services.worker.engine_loop import EngineLoop, Turn
 from services.worker.flight_record import InFlight
 from services.worker.leases import MAX_WAITING, Leases
@@ -28,7 +28,7 @@ from services.worker.outbox import Pace
 from services.worker.server import CALLERS, WorkerService
 from services.worker.settings import WorkerSettings
 from services.worker.sharing.arena import Arena
-from services.worker.sharing.device import SharedDevice
+from services.worker.sharing.device import SharedDevice, Stats
 from services.worker.sharing.weights import Weights
 from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
@@ -70,7 +70,7 @@ class Worker:
         engines = {served.model: engine for engine, served in models}
         tenants = {model: engine for model, engine in engines.items() if isinstance(engine, Engine)}
         self._models = {served.model: served for _, served in models}
-        self._max_step_tokens = max((engine.config.max_step_tokens for engine in tenants.values()), default=settings.max_step_tokens)
+        self._max_step_tokens = max(engine.max_step_tokens for engine in engines.values())
         self._settings = settings
         self._weights = weights
         registry = CollectorRegistry()
@@ -195,8 +195,8 @@ class Worker:
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),
             loaded_models=self._loaded_models,
-            step_time=_slowest(s for s in stats if isinstance(s, EngineStats)),
-            num_prefill_tokens=sum(s.num_prefill_tokens for s in stats if isinstance(s, EngineStats)),
+            step_time=_slowest(stats),
+            num_prefill_tokens=sum(s.num_prefill_tokens for s in stats),
             celsius_per_second=self._sensors.celsius_per_second,
         )
 
@@ -273,7 +273,7 @@ def _metrics(registry: CollectorRegistry, models: Collection[Served], settings: 
     return WorkerMetrics(registry, throughputs, max_model_len=max(served.max_model_len for served in models))
 
 
-def _slowest(stats: Iterable[EngineStats]) -> scheduler_pb2.StepTimeModel | None:
+def _slowest(stats: Iterable[Stats]) -> scheduler_pb2.StepTimeModel | None:
     """The step times of the model that takes longest: a worker tells one for all that it serves."""
     known = [s.step_time for s in stats if s.step_time is not None]
     return step_time_model(max(known)) if known else None

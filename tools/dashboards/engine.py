@@ -4,6 +4,7 @@ from tools.dashboards.dashboard import Dashboard, Panel, Variable
 from tools.dashboards.queries import RATE, per_second, quantiles, share
 
 _ENGINE = '{instance=~"$instance", model_name=~"$model", engine="0"}'
+_EMBED = "no model that embeds"
 _GPU = "a worker on a CPU has no GPU"
 ENGINE = Dashboard(
     "forebay-engine",
@@ -115,6 +116,14 @@ ENGINE = Dashboard(
                 Panel("Prompt tokens", quantiles("vllm:request_prompt_tokens", where=_ENGINE)),
                 Panel("Output tokens", quantiles("vllm:request_generation_tokens", where=_ENGINE)),
                 Panel("Refused for want of room", per_second("forebay_worker_refused_requests_total", "instance", _ENGINE), "reqps"),
+            ),
+        ),
+        (
+            "Embeddings",
+            (
+                Panel("Inputs per second", per_second("forebay_worker_embedded_inputs_total", "model_name"), "ops", idle=_EMBED),
+                Panel("Tokens per second", per_second("forebay_worker_embedded_tokens_total", "model_name"), "ops", idle=_EMBED),
+                Panel("Requests that wait", {"{{model_name}}": "sum by (model_name) (forebay_worker_embed_waiting)"}, idle=_EMBED),
             ),
         ),
         (

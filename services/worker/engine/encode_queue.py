@@ -42,6 +42,7 @@ class _Waiting:
 
     request: EncodeRequest
     left: deque[int]
+    num_left_tokens: int
     num_taken: int = 0
     picked: list[int] = field(default_factory=list)  # for the step that is being put together
 
@@ -55,6 +56,7 @@ class _Waiting:
             self.picked.append(self.left.popleft())
             num_tokens += length
         self.num_taken += num_tokens
+        self.num_left_tokens -= num_tokens
         return num_tokens
 
     def pick(self) -> Pick:
@@ -79,6 +81,11 @@ class EncodeQueue:
         return sum(waiting.num_taken == 0 for waiting in self._all())
 
     @property
+    def num_left_tokens(self) -> int:
+        """Of the inputs that are left."""
+        return sum(waiting.num_left_tokens for waiting in self._all())
+
+    @property
     def most_urgent_class(self) -> int:
         """Of what is left; batch where nothing is."""
         return min((latency_class for latency_class, line in self._lines.items() if line), default=LATENCY_CLASSES[-1])
@@ -87,7 +94,7 @@ class EncodeQueue:
         """Queues a request; see check."""
         inputs = request.inputs
         left = deque(sorted(range(len(inputs)), key=lambda index: len(inputs[index])))
-        self._lines[request.latency_class].append(_Waiting(request, left))
+        self._lines[request.latency_class].append(_Waiting(request, left, sum(map(len, inputs))))
 
     def abort(self, request_id: str) -> None:
         """Forgets a request. Idempotent."""
@@ -112,6 +119,7 @@ class EncodeQueue:
 
     def check_integrity(self) -> None:
         """Asserts that whatever is queued has inputs left, in the line of its class, and is there once."""
+        assert all(waiting.num_left_tokens == sum(len(waiting.request.inputs[i]) for i in waiting.left) for waiting in self._all())
         assert all(waiting.left and not waiting.picked for waiting in self._all())
         assert all(waiting.request.latency_class == latency_class for latency_class, line in self._lines.items() for waiting in line)
         assert len({waiting.request.request_id for waiting in self._all()}) == len(self)

@@ -17,12 +17,9 @@ from services.worker.engine.encode_queue import EncodeQueue, EncodeRequest, Pick
 from services.worker.engine.encoder_config import EncoderConfig
 from services.worker.engine.encoder_file import load_encoder
 from services.worker.engine.request import FinishReason
+from services.worker.engine.step_time import Load, StepTime
 
 __all__ = ["EncodeOutput", "EncodeRequest", "Encoder", "EncoderStats"]
-
-
-_FORGET = 0.95
-"""What a slow step still weighs one step later."""
 
 
 class Model(Protocol):
@@ -60,6 +57,8 @@ class EncoderStats:
     num_computed_tokens: int
     num_inputs: int
     num_steps: int
+    step_time: tuple[float, float, float, float] | None  # seconds fixed, per token, input and key; None while too few steps were seen
+    num_prefill_tokens: int  # of the inputs that are left
     num_blocks: ClassVar[int] = 0
     num_used_blocks: ClassVar[int] = 0
     num_cached_blocks: ClassVar[int] = 0
@@ -82,7 +81,7 @@ class Encoder:
         self._num_inputs = 0
         self._num_steps = 0
         self._clock = clock
-        self._seconds_per_token = 0.0  # of slow steps
+        self._step_time = StepTime()
 
     @classmethod
     def from_path(
@@ -133,7 +132,7 @@ class Encoder:
             return []
         started, num_tokens = self._clock(), sum(map(len, inputs))
         vectors = self._model(inputs)
-        self._seconds_per_token = max(_FORGET * self._seconds_per_token, (self._clock() - started) / num_tokens)
+        self._step_time.record(Load(num_tokens, len(inputs), 0), self._clock() - started)
         self._num_steps += 1
         self._num_inputs += len(inputs)
         self._num_computed_tokens += num_tokens
@@ -144,8 +143,9 @@ class Encoder:
         return outputs
 
     def full_step_seconds(self) -> float:
-        """Foretold, of the longest step that may come, from those that took long for their tokens; 0 before the first."""
-        return self._seconds_per_token * max(self.max_step_tokens, self.config.max_input_len)
+        """What the longest step that may come should take, by the steps so far; 0 while too few have been."""
+        longest = max(self.max_step_tokens, self.config.max_input_len)
+        return self._step_time.seconds(Load(longest, longest, 0)) if self._step_time.known else 0.0
 
     def progress(self) -> list[tuple[str, int, int]]:
         """(request id, tokens computed, 0 blocks) of every live request."""
@@ -159,6 +159,8 @@ class Encoder:
             num_computed_tokens=self._num_computed_tokens,
             num_inputs=self._num_inputs,
             num_steps=self._num_steps,
+            step_time=self._step_time.line,
+            num_prefill_tokens=self._queue.num_left_tokens,
         )
 
     def check_integrity(self) -> None:

@@ -160,6 +160,11 @@ class Engine:
         return self.batcher.has_work
 
     @property
+    def max_step_tokens(self) -> int:
+        """Most tokens that one step computes."""
+        return self.config.max_step_tokens
+
+    @property
     def most_urgent_class(self) -> int:
         """Of the live requests; batch where there is none."""
         return min((group.request.latency_class for group in self.batcher.queue.requests.values()), default=LATENCY_CLASSES[-1])

@@ -12,6 +12,7 @@ from forebay.v1 import inference_pb2, types_pb2
 from services.common.errors import Code, StatusError, from_rpc
 from services.gateway.embed_request import MAX_INPUT_BYTES, MAX_INPUTS
 from tests.fake_embedder import DIMENSIONS, MAX_INPUT_LEN, EmbedCall, FakeEmbedder, embed_nothing, vector
+from tests.spans import recorded
 from tests.unit.gateway.build import VOCAB_SIZE, Stack, letters, make_model, stack
 
 MODEL: dict[str, Any] = {"template": None, "compiler": None, "dimensions": DIMENSIONS, "max_model_len": MAX_INPUT_LEN}
@@ -268,3 +269,18 @@ async def test_the_openai_sdk() -> None:
     assert as_floats.data[0].embedding == vector(letters("ab"), 3)
     assert [entry.embedding for entry in by_ids.data] == [vector([1, 2]), vector([3])]
     assert by_ids.usage.total_tokens == 3
+
+
+async def test_its_span_says_how_much_and_never_what() -> None:
+    with recorded() as spans:
+        async with stack(FakeEmbedder(), **MODEL) as mesh:
+            await post(mesh, {"input": ["secret", "words"], "dimensions": 2})
+            await spans.all_ended(1)
+    (span,) = spans.named("embeddings tiny")
+    told = dict(span.attributes or {})
+    assert told.pop("gen_ai.response.id")
+    assert told == {
+        "gen_ai.operation.name": "embeddings", "gen_ai.provider.name": "forebay", "gen_ai.request.model": "tiny@fp32",
+        "gen_ai.embeddings.dimension.count": 2, "forebay.request.class": "standard", "forebay.org": "acme", "gen_ai.usage.input_tokens": 11,
+        "forebay.request.inputs": 2, "forebay.request.replacements": 0,
+    }  # fmt: skip

@@ -1,13 +1,18 @@
 """Who is attached, and why new work does or doesn't go there."""
 
+from dataclasses import replace
+
 import pytest
 
 from forebay.v1 import scheduler_pb2
+from services.common.errors import StatusError
+from services.policy.org import OrgPolicy
 from services.scheduler.policy.backlog import Backlog
-from services.scheduler.policy.fleet import Worker
+from services.scheduler.policy.fleet import Worker, could_hold, needs, room
 from services.scheduler.policy.node import StepCost
 from services.scheduler.policy.order import Ticket
 from services.scheduler.registry import FORGET_SECONDS, Registry
+from services.scheduler.server import check_registration
 
 STREAM = object()
 
@@ -139,3 +144,34 @@ def test_a_worker_that_was_in_trouble_is_usable_and_suspended_for_a_while() -> N
     assert registry.beat("w1", STREAM, scheduler_pb2.Heartbeat(healthy=False), 1.0)
     assert registry.usable(1.0) == []
     assert [_beat(registry, now).node.suspended for now in (2.0, 3.0, 4.5)] == [True, True, False]
+
+
+def _beside_vectors(num_blocks: int = 1 << 20) -> scheduler_pb2.Register:
+    """A worker with a chat model and one that embeds."""
+    registration = _register()
+    registration.models.add(
+        model="vectors@fp32", version="v1", block_size=8192, num_blocks=num_blocks, max_model_len=256, max_call_tokens=8192, loaded=True
+    )
+    return registration
+
+
+def test_a_call_for_vectors_may_bring_more_than_one_input_and_finds_room_beside_a_full_cache() -> None:
+    registry = _registry()
+    registry.attach(_beside_vectors(), object(), now=0.0)
+    (worker,) = registry.usable(1.0)
+    org, ticket = OrgPolicy("org"), replace(_ticket(), model="vectors@fp32", num_prompt_tokens=8192, max_tokens=0)
+    assert could_hold(worker, ticket, org)
+    assert not could_hold(worker, replace(ticket, num_prompt_tokens=8193), org)
+    full = replace(worker, used_blocks=(0, 64, 0, 0))
+    free_slots, free_blocks = room(full, full.models["vectors@fp32"], 2, preemptible=True)
+    slots, blocks = needs(ticket, full, full.models["vectors@fp32"], org, 256)
+    assert slots <= free_slots
+    assert blocks <= free_blocks
+
+
+def test_a_registration_whose_cache_holds_no_call_is_refused() -> None:
+    check_registration(_beside_vectors(num_blocks=1))
+    registration = _beside_vectors(num_blocks=1)
+    registration.models[1].max_call_tokens = 8193
+    with pytest.raises(StatusError, match="its longest request is of 8193 tokens"):
+        check_registration(registration)

@@ -16,8 +16,10 @@ from torch import Tensor
 from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from services.common import rpc
 from services.common.errors import Code, from_rpc
-from services.worker.engine.encoder import Encoder
+from services.worker.embed_lease import EmbedLease
+from services.worker.engine.encoder import EncodeOutput, Encoder
 from services.worker.engine.encoder_config import Activation, EncoderConfig, Pooling
+from services.worker.engine.request import FinishReason
 from services.worker.leases import MAX_WAITING
 from services.worker.outbox import Pace
 from services.worker.settings import WorkerSettings
@@ -284,3 +286,18 @@ async def test_vectors_and_tokens_of_one_worker_alternate() -> None:
         (_, vectors), heard = await asyncio.gather(mesh.embed(mesh.request(inputs=[[1]] * 60)), hear(mesh.stub.Generate(chat)))
     assert vectors == {index: vector([1]) for index in range(60)}
     assert heard.tokens() == continuation([1, 2, 3], 40)
+
+
+async def test_a_lease_holds_its_slot_until_the_last_vectors_and_counts_their_tokens() -> None:
+    async with serving() as mesh:
+        mesh.model.released.clear()
+        call = mesh.stub.Embed(mesh.request(inputs=[[1, 2], [3, 4, 5]]))
+        await call.read()
+        (lease,) = mesh.worker.leases._live.values()
+        assert isinstance(lease, EmbedLease)
+        lease.push(EncodeOutput("r#1", [0], torch.tensor([vector([1, 2])]), 2))
+        assert (lease.num_sequences, lease.usage.prompt_tokens, lease.ended().reason) == (1, 2, "abort")
+        lease.push(EncodeOutput("r#1", [1], torch.tensor([vector([3, 4, 5])]), 3, FinishReason.STOP))
+        assert (lease.num_sequences, lease.usage.prompt_tokens, lease.ended().reason) == (0, 5, "stop")
+        assert (lease.ended().num_prompt_tokens, lease.ended().num_output_tokens) == (5, 0)
+        assert lease.told_timeline.waiting_seconds > 0

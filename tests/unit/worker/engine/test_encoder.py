@@ -112,11 +112,20 @@ def test_stats_count_what_was_done(folder: Path) -> None:
     assert (stats.num_inputs, stats.num_computed_tokens, stats.num_steps, stats.num_running) == (3, 6, 2, 0)
 
 
-def test_the_longest_step_is_foretold_from_slow_ones(folder: Path) -> None:
-    times = iter([0.0, 1.0, 5.0, 5.5])
+def test_the_longest_step_is_foretold_by_those_that_were(folder: Path) -> None:
+    times = (second for number in range(1, 9) for second in (10.0 * number, 10.0 * number + number))
     encoder = Encoder(load_encoder(folder)[0], max_step_tokens=100, clock=lambda: next(times))
     assert encoder.full_step_seconds() == 0
-    for _ in range(2):
-        encoder.add(EncodeRequest("a", [[1, 2]]))
+    for number in range(1, 9):  # a second for each token
+        encoder.add(EncodeRequest("a", [[1] * number]))
         encoder.step(0.0)
-    assert encoder.full_step_seconds() == pytest.approx(0.95 * 100 / 2)
+    assert encoder.full_step_seconds() == pytest.approx(100, rel=0.05)
+    assert encoder.stats().step_time == pytest.approx((0.0, 1.0, 0.0, 0.0), abs=0.05)
+
+
+def test_what_is_left_to_compute_is_told(folder: Path) -> None:
+    encoder = Encoder.from_path(folder, max_step_tokens=4)
+    encoder.add(EncodeRequest("a", [[1, 2], [3, 4], [5, 6]]))
+    assert encoder.stats().num_prefill_tokens == 6
+    encoder.step(0.0)
+    assert encoder.stats().num_prefill_tokens == 2
