@@ -49,6 +49,7 @@ def some_requests(draw: st.DrawFn, max_size: int = 8) -> list[EngineRequest]:
                 n=draw(st.integers(1, 3)),
                 latency_class=draw(st.integers(1, 3)),
                 cache_salt=draw(st.sampled_from([b"", b"a"])),
+                suspect_tokens=draw(st.sampled_from([0, 0, 0, 3, 40])),
             )
         )
     return requests

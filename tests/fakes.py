@@ -301,6 +301,9 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
             await abort(context, self.refusals.popleft())
         return answer
 
+    async def Drain(self, request: Any, context: Any) -> Any:
+        return await self._act(request, admin_pb2.DrainResponse(worker_ids=[request.name]), context)
+
     async def ListOrgs(self, request: Any, context: Any) -> Any:
         return await self._act(request, admin_pb2.ListOrgsResponse(orgs=self.policies.values()), context)
 

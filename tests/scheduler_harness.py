@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -183,7 +183,7 @@ async def running_scheduler(
     await store.open(wait_seconds=5)
     fast: dict[str, Any] = {"poll_seconds": 0.05, "tell_seconds": 0.05, "no_worker_seconds": 0.5, "timing": Timing(1.0, 1.0, 1.5, 0.5)}
     scheduler = Scheduler(store, Options(scheduler_id=scheduler_id, **{**fast, **options}), policy)
-    await scheduler.orgs.refresh()
+    await scheduler.refresh()
     server = rpc.server()
     add_services(server, scheduler)
     port = rpc.bind(server, "127.0.0.1:0")
@@ -214,13 +214,24 @@ class FakeWorker:
     """Attaches to schedulers, lists what it is told to hold, and remembers what was revoked."""
 
     def __init__(
-        self, worker_id: str = "w1", incarnation: str = "i1", *, slots: int = 4, num_blocks: int = 64, beat_seconds: float = 0.05
+        self,
+        worker_id: str = "w1",
+        incarnation: str = "i1",
+        *,
+        slots: int = 4,
+        num_blocks: int = 64,
+        beat_seconds: float = 0.05,
+        died_with: Iterable[tuple[str, int, int]] = (),
+        node_id: str = "",
     ) -> None:
         model = scheduler_pb2.WorkerModel(model=MODEL, version="v1", block_size=16, num_blocks=num_blocks, loaded=True)
         model.max_model_len = min(1024, num_blocks * 16)
         self.register = scheduler_pb2.Register(
             worker_id=worker_id, incarnation=incarnation, address=f"{worker_id}:1", models=[model], max_sequences=slots, max_waiting=2
         )
+        self.register.node_id = node_id
+        for request_id, epoch, num_output_tokens in died_with:
+            self.register.died_with.add(request_id=request_id, epoch=epoch, num_output_tokens=num_output_tokens)
         self.leases: dict[str, scheduler_pb2.LeaseProgress] = {}
         self.revoked: list[tuple[str, int]] = []
         self.state = scheduler_pb2.Heartbeat(healthy=True)
@@ -260,6 +271,8 @@ class FakeWorker:
             async for response in call:
                 if response.HasField("registered"):
                     self.num_registered += 1
+                elif response.HasField("drain"):
+                    self.state.drained = response.drain.drain
                 else:
                     self.revoked += [(lease.request_id, lease.epoch) for lease in response.revoke.leases]
                     for lease in response.revoke.leases:

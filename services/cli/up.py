@@ -37,6 +37,9 @@ def up(
         ),
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-w", parser=whole("--workers", 1, 64), metavar="N", help="Workers per model.")] = 1,
+    share: Annotated[
+        bool, typer.Option("--share", help="Each worker has every model, which take turns at each step, instead of one per model.")
+    ] = False,
     host: Annotated[
         str,
         typer.Option(parser=text("--host"), metavar="ADDRESS", help="Where the gateway listens; 0.0.0.0 opens it to the network."),
@@ -76,7 +79,7 @@ def up(
         raise Problem("FOREBAY_PUBLIC_TLS_CERT_FILE is for a gateway run by itself (python -m services.gateway): unset it for `forebay up`")
     if policy is not None:
         require_usable(policy)
-    plan = Plan(tuple(models.find_all(model or [])), workers, host, grpc_port, http_port, level, kv_memory, log_level, policy, tls)
+    plan = Plan(tuple(models.find_all(model or [])), workers, host, grpc_port, http_port, level, kv_memory, log_level, policy, tls, share)
     asyncio.run(_keep_up(plan, Home.from_environment(), as_json))
 
 

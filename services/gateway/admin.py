@@ -32,6 +32,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         caller().require("operator")
         return await self._gateway.fleet.see()
 
+    async def Drain(self, request: admin_pb2.DrainRequest, _: Context) -> admin_pb2.DrainResponse:
+        """See admin.proto."""
+        return await self._pass_on(request, lambda scheduler: scheduler.admin.Drain)
+
     async def ListOrgs(self, request: admin_pb2.ListOrgsRequest, _: Context) -> admin_pb2.ListOrgsResponse:
         """See admin.proto."""
         return await self._pass_on(request, lambda scheduler: scheduler.admin.ListOrgs)

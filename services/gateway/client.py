@@ -18,6 +18,7 @@ from services.common import log, tracing
 from services.common.errors import Code, StatusError, from_rpc, unavailable
 from services.common.tracing import Span
 from services.gateway.course import Course
+from services.gateway.deaths import Deaths
 from services.gateway.mesh import Mesh
 from services.gateway.placing import Deadline, Placement
 from services.gateway.request import Generation
@@ -32,9 +33,10 @@ _NO_DRAFT, _ACCEPTED = 0, 2  # verdicts, as worker.proto says
 class _WorkerLost(Exception):
     """This attempt is over, the request isn't. `unreachable`: others should avoid the worker too."""
 
-    def __init__(self, why: str, *, unreachable: bool) -> None:
+    def __init__(self, why: str, *, unreachable: bool, reason: str = "") -> None:
         super().__init__(why)
         self.unreachable = unreachable
+        self.reason = reason
 
 
 @dataclass
@@ -82,6 +84,7 @@ class MeshCall:
         self._course = Course(generation, mesh.clock)
         self._placement = Placement(mesh, generation, self._deadline, self._course.queued, span)
         self._span = span
+        self._deaths = Deaths()
         self._accepted = False  # by any worker
         self._running = False  # accepted by the present one
         self._cut = False  # whether the gateway ended a choice: then what the worker still computes is of no use
@@ -105,6 +108,11 @@ class MeshCall:
     def finished(self) -> bool:
         """Whether every choice has ended."""
         return all(choice.finished for choice in self.choices)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of one choice."""
+        return max(len(choice.token_ids) for choice in self.choices)
 
     def usage(self) -> types_pb2.Usage:
         """What was delivered so far."""
@@ -133,7 +141,7 @@ class MeshCall:
         refusals = 0
         for attempt in range(1, self._mesh.limits.max_attempts + 1):
             self._course.asked()
-            lease = await self._placement.lease(sum(len(choice.token_ids) for choice in self.choices))
+            lease = await self._placement.lease(sum(len(choice.token_ids) for choice in self.choices), self._deaths.awaited)
             self._course.leased(lease)
             self._on_lease(lease)
             try:
@@ -150,6 +158,8 @@ class MeshCall:
                     raise unavailable(f"the request lost its worker {attempt} times ({lost}): try again", reason="WORKER_LOST") from lost
                 self.num_replacements += 1
                 self.num_migrations += any(choice.token_ids for choice in self.choices)
+                if self._running and lost.unreachable:
+                    self._deaths.lost(lease, self._most_tokens, lost.reason)
                 if lost.unreachable:
                     self._mesh.exclude(lease.worker_id)
                 else:
@@ -217,7 +227,7 @@ class MeshCall:
             case Code.DEADLINE_EXCEEDED:
                 return self._deadline.error("while generating")
             case Code.UNAVAILABLE | Code.CANCELLED:
-                return _WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True)
+                return _WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True, reason=error.reason)
             case Code.INTERNAL if error.reason in _DYING:
                 return _WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True)
             case Code.RESOURCE_EXHAUSTED if self._running:
@@ -290,6 +300,7 @@ class MeshCall:
             ttft_target_seconds=lease.ttft_target_seconds,
             tpot_target_seconds=lease.tpot_target_seconds,
             waited_seconds=self._mesh.clock() - self._start,
+            suspect=self._deaths.suspect,
         )
 
     def _is_worth_telling(self, error: BaseException | None) -> bool:

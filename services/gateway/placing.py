@@ -4,7 +4,7 @@ Knows no worker's stream and no token.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,8 +71,8 @@ class Placement:
         """Epochs that may hold a lease. A call that is left while it is placed may have got one that nobody hears of."""
         return ([self._epoch] if self._epoch else []) + ([self._epoch + 1] if self._asking else [])
 
-    async def lease(self, num_delivered_tokens: int) -> scheduler_pb2.Lease:
-        """The next lease; StatusError with the scheduler's words, or DEADLINE_EXCEEDED.
+    async def lease(self, num_delivered_tokens: int, awaited: Sequence[scheduler_pb2.DeadWorker] = ()) -> scheduler_pb2.Lease:
+        """The next lease, behind the word of the dead workers `awaited`; StatusError with the scheduler's words, or DEADLINE_EXCEEDED.
 
         A scheduler that says "come back in a moment" is taken at its word. Once a worker was lost, UNAVAILABLE is waited out for longer:
         another worker may be about to appear.
@@ -85,7 +85,7 @@ class Placement:
         while True:
             try:
                 self._asking = True  # and so it stays if this call is cancelled
-                lease = await self._ask(excluded, num_delivered_tokens)
+                lease = await self._ask(excluded, num_delivered_tokens, awaited)
                 self._epoch, self._asking = lease.epoch, False
                 return lease
             except StatusError as error:
@@ -111,10 +111,16 @@ class Placement:
                 return unavailable("the classes of this org have just changed: try again", 2.0, reason="POLICY_CHANGED")
         return error
 
-    async def _ask(self, excluded: list[str], num_delivered_tokens: int) -> scheduler_pb2.Lease:
+    async def _ask(
+        self, excluded: list[str], num_delivered_tokens: int, awaited: Sequence[scheduler_pb2.DeadWorker]
+    ) -> scheduler_pb2.Lease:
         """Asks every scheduler until one knows. The next one's turn comes where one can't be reached or can't reach Redis."""
         request = scheduler_pb2.PlaceRequest(
-            ticket=self._ticket, excluded_workers=excluded, lost_epoch=self._epoch, num_delivered_tokens=num_delivered_tokens
+            ticket=self._ticket,
+            excluded_workers=excluded,
+            lost_epoch=self._epoch,
+            num_delivered_tokens=num_delivered_tokens,
+            awaited=awaited,
         )
         return await self._mesh.ask(lambda scheduler: self._ask_one(scheduler, request))
 

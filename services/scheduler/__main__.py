@@ -27,7 +27,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     store = await open_store(settings)
     scheduler = Scheduler(store, Options.of(settings), policy)
     with suppress(StatusError):  # Redis has gone again: what operators have set is read when it is back.
-        await scheduler.orgs.refresh()
+        await scheduler.refresh()
     server = rpc.server([Callers(CALLERS)] if identity else [])
     add_services(server, scheduler)
     internal = process.InternalHttp(settings.internal_address, scheduler.metrics.registry, scheduler.not_ready_reason)

@@ -43,6 +43,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         workers = self._scheduler.registry.states(time.monotonic())
         return admin_pb2.GetFleetResponse(workers=workers, queues=queues, scheduler_id=self._scheduler.options.scheduler_id)
 
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
+        """See admin.proto."""
+        act = Act(request.actor, "Undrain" if request.undrain else "Drain", request.name)
+        workers = await self._answer(act, self._drain(act, drained=not request.undrain), context)
+        return admin_pb2.DrainResponse(worker_ids=workers)
+
+    async def _drain(self, act: Act, *, drained: bool) -> list[str]:
+        check_id("name", act.target)
+        scheduler = self._scheduler
+        return await scheduler.drains.set(scheduler.audit, act, drained=drained, registry=scheduler.registry, now=time.monotonic())
+
     async def ListOrgs(self, request: admin_pb2.ListOrgsRequest, context: Context) -> admin_pb2.ListOrgsResponse:  # noqa: ARG002
         """See admin.proto."""
         orgs = self._scheduler.orgs

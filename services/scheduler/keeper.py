@@ -9,7 +9,7 @@ from contextlib import suppress
 from services.common import log
 from services.common.errors import Code, StatusError, unavailable
 from services.scheduler import keys
-from services.scheduler.ledger import Ended, Expired, Finished, Full, Lease, Ledger, News, Survey
+from services.scheduler.ledger import Ended, Expired, Finished, Full, Lease, Ledger, News, Quarantined, Survey
 from services.scheduler.metrics import Metrics, class_label
 from services.scheduler.orgs import Orgs
 from services.scheduler.policy.order import Ticket, positions
@@ -101,6 +101,9 @@ class Keeper:
                 self._refuse(waiter, answer.num_waiting, shed=answer.shed)
             case Expired():
                 waiter.settle(deadline_passed())
+            case Quarantined():
+                words = "workers die of this request, twice at the same output position: it won't be placed again; please report its id"
+                waiter.settle(StatusError(Code.INVALID_ARGUMENT, words, reason="QUARANTINED"))
             case Finished():
                 waiter.settle(StatusError(Code.ALREADY_EXISTS, f"request {waiter.ticket.request_id} has ended: use a new id"))
             case _:

@@ -24,6 +24,7 @@ explanation:<request>  string   why an ended request took so long (base64 of a p
 explained              list     [request id, bytes, when] (JSON) of those that are kept, newest first
 explained_bytes        string   their bytes
 orgs                   hash     org -> what operators have set over the policy file (JSON)
+drained                hash     worker or node that an operator has taken out of service -> who did
 api_keys               hash     SHA-256 of an API key, in hex -> whose it is (JSON)
 audit                  list     the latest acts of operators (JSON), newest first
 file:<id>              hash     a file: whose, name, purpose, state, bytes, lines, times, and how many open jobs read it
@@ -78,6 +79,7 @@ _PARTS = {
     "explained": "explained",
     "explained_bytes": "explained_bytes",
     "orgs": "orgs",
+    "drained": "drained",
     "api_keys": "api_keys",
     "audit": "audit",
     "file": "file:",
@@ -113,6 +115,7 @@ SWEPT = PREFIX + _PARTS["swept"]
 EXPLAINED = PREFIX + _PARTS["explained"]
 EXPLAINED_BYTES = PREFIX + _PARTS["explained_bytes"]
 ORGS = PREFIX + _PARTS["orgs"]
+DRAINED = PREFIX + _PARTS["drained"]
 API_KEYS = PREFIX + _PARTS["api_keys"]
 STORED = PREFIX + _PARTS["stored"]
 EXPIRING = PREFIX + _PARTS["expiring"]

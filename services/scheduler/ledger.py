@@ -75,6 +75,11 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Quarantined:
+    """Workers have died of the request."""
+
+
+@dataclass(frozen=True)
 class Expired:
     """The request's deadline has passed, counted from its first call."""
 
@@ -150,13 +155,14 @@ class Ledger:
 
     async def enqueue(
         self, ticket: Ticket, holder: str, org: OrgPolicy, *, deadline_seconds: float, lost_epoch: int = 0
-    ) -> Queued | Lease | Full | Finished | Expired | Over:
+    ) -> Queued | Lease | Full | Finished | Expired | Quarantined | Over:
         """Queues a ticket and reserves its org's quota, or says where it stands. `ticket.order` is 0 unless it is known from before."""
         line = keys.line_name(ticket.model, ticket.latency_class)
         queue = keys.queue_name(ticket.model, ticket.latency_class, ticket.org)
         args: list[str | int] = [ticket.request_id, _write_spec(ticket), queue, line, ticket.latency_class]
         args += [round(deadline_seconds * 1000), holder, json.dumps(sorted(ticket.excluded_workers)), lost_epoch]
         args += [ticket.num_delivered_tokens, ticket.order, self._max_queued, self._id, as_argument(ticket, org)]
+        args += [json.dumps(ticket.awaited)]
         args += [keys.line_name(ticket.model, latency_class) for latency_class in range(BATCH, REALTIME - 1, -1)]
         kind, *rest = await self._store.run(Call("enqueue", [keys.ticket(ticket.request_id)], args))
         match kind:
@@ -170,6 +176,8 @@ class Ledger:
                 return Full(int(rest[0]), shed=kind == "shed")
             case "expired":
                 return Expired()
+            case "quarantined":
+                return Quarantined()
         return Finished()
 
     async def view(self, workers: Sequence[Worker], max_heads: int, *, preemptible: bool) -> View:
@@ -231,6 +239,11 @@ class Ledger:
         """Makes this incarnation the worker; the number of leases that ended with the last one."""
         return int(await self._store.run(Call("register", [keys.worker(worker_id), keys.leases(worker_id)], [worker_id, incarnation])))
 
+    async def died(self, in_flight: Iterable[tuple[str, int, int]]) -> list[tuple[str, str]]:
+        """A worker has died in a step with (request id, epoch, output tokens) of these. (request id, line) of what is quarantined now."""
+        rows = await self._store.run(Call("died", (), [part for entry in in_flight for part in entry]))
+        return [(str(request_id), str(line)) for request_id, line in rows]
+
     async def down(self, worker_id: str, incarnation: str) -> bool:
         """Marks a worker as gone, for all schedulers, until its next heartbeat."""
         return bool(await self._store.run(Call("down", [keys.worker(worker_id)], [incarnation])))
@@ -281,7 +294,7 @@ _TICKET_FIELDS = frozenset(known.name for known in fields(Ticket))
 
 def _write_spec(ticket: Ticket) -> str:
     spec = asdict(ticket)
-    for told_apart in ("request_id", "order", "num_delivered_tokens", "excluded_workers", "asked_seconds", "waited_seconds"):
+    for told_apart in ("request_id", "order", "num_delivered_tokens", "excluded_workers", "awaited", "asked_seconds", "waited_seconds"):
         del spec[told_apart]
     return json.dumps(spec)
 

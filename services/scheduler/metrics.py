@@ -10,7 +10,7 @@ from forebay.v1 import scheduler_pb2, types_pb2
 from services.common.metrics import Figure, Rows, counter, gauge
 from services.scheduler import keys
 
-DECISIONS = ("free", "preempts", "waits", "ticket", "deadline", "incarnation", "down", "refusing", "room", "share")
+DECISIONS = ("free", "preempts", "waits", "ticket", "deadline", "suspect", "incarnation", "down", "refusing", "room", "share")
 """What a placement counted on there, or what of it didn't hold when it was committed."""
 _QUOTA_KINDS = ("requests", "tokens", "concurrent", "size")
 _WAIT_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -40,10 +40,16 @@ class Metrics:
             ("kind",),
             registry=self.registry,
         )
+        self.quarantined = Counter("forebay_quarantined", "Requests that workers died of, as told here.", line, registry=self.registry)
         for kind in _QUOTA_KINDS:
             self.quota_refused.labels(kind)
         for reason in DECISIONS:
             self.decisions.labels(reason)
+
+    def quarantine(self, line: str) -> None:
+        """A request of this line ('' if it isn't known) has killed two workers."""
+        model, latency_class = keys.parse_line(line) if line else ("", 0)
+        self.quarantined.labels(model, class_label(latency_class)).inc()
 
     def ended(self, line: str, reason: str) -> None:
         """A request of this line ('' if it isn't known) is over."""

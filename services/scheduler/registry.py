@@ -3,7 +3,7 @@
 Time is passed in (monotonic seconds). What room they have is Redis's to say, not this module's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from forebay.v1 import admin_pb2, scheduler_pb2
@@ -42,8 +42,10 @@ class Attached:
 class Registry:
     """By worker id. The newest stream of a worker is the one that counts."""
 
-    def __init__(self, *, liveness_seconds: float) -> None:
+    def __init__(self, *, liveness_seconds: float, drained: Callable[[scheduler_pb2.Register], bool] = lambda _: False) -> None:
+        """`drained`: whether operators have taken a worker out of service."""
         self._liveness_seconds = liveness_seconds
+        self._drained = drained
         self._workers: dict[str, Attached] = {}
         self._last_served: dict[tuple[str, str], float] = {}
 
@@ -71,12 +73,22 @@ class Registry:
 
     def usable(self, now: float) -> list[Worker]:
         """Workers that new work may go to, with no room in use as far as this module knows."""
-        return [as_worker(w.registration) for w in self._workers.values() if not w.not_ready_reason(now, self._liveness_seconds)]
+        return [as_worker(w.registration) for w in self._workers.values() if not self._not_ready_reason(w, now)]
 
     def known(self, now: float) -> list[Worker]:
         """Every worker seen in the last minute, ready or not."""
         self._forget(now)
         return [as_worker(w.registration) for w in self._workers.values()]
+
+    def named(self, name: str, now: float) -> list[str]:
+        """Ids of the workers that have this id, or this node's."""
+        self._forget(now)
+        registrations = [worker.registration for worker in self._workers.values()]
+        return sorted(r.worker_id for r in registrations if name in (r.worker_id, r.node_id))
+
+    def _not_ready_reason(self, worker: Attached, now: float) -> str:
+        reason = worker.not_ready_reason(now, self._liveness_seconds)
+        return reason or ("drained by an operator" if self._drained(worker.registration) else "")
 
     def served_at(self, ticket: Ticket, now: float) -> float | None:
         """When a ready worker was last seen that serves this ticket's model: now, if one is here. None if never."""
@@ -106,7 +118,7 @@ class Registry:
         return {worker_id: now - worker.seen_at for worker_id, worker in self._workers.items() if worker.stream is not None}
 
     def _note_served(self, worker: Attached, now: float) -> None:
-        if worker.not_ready_reason(now, self._liveness_seconds):
+        if self._not_ready_reason(worker, now):
             return
         for model in _loaded(worker.registration):
             self.note_served(model.model, model.version, now)
@@ -117,7 +129,7 @@ class Registry:
                 del self._workers[worker_id]
 
     def _as_state(self, worker: Attached, now: float) -> admin_pb2.WorkerState:
-        reason = worker.not_ready_reason(now, self._liveness_seconds)
+        reason = self._not_ready_reason(worker, now)
         return admin_pb2.WorkerState(
             registration=worker.registration,
             heartbeat=worker.heartbeat,

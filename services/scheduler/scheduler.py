@@ -18,6 +18,7 @@ from services.scheduler.api_keys import ApiKeys
 from services.scheduler.audit import Audit
 from services.scheduler.batches import Batches, Swept
 from services.scheduler.dispatcher import Dispatcher
+from services.scheduler.drains import Drains
 from services.scheduler.explanations import Explanations
 from services.scheduler.files import Caps, Files
 from services.scheduler.keeper import Keeper
@@ -86,7 +87,8 @@ class Scheduler:
         self.store = store
         self.orgs = Orgs(store, policy or PolicyFile(None))
         self.metrics = Metrics()
-        self.registry = Registry(liveness_seconds=options.liveness_seconds)
+        self.drains = Drains(store)
+        self.registry = Registry(liveness_seconds=options.liveness_seconds, drained=self.drains.covers)
         self.waiting = Waiting()
         # Drawn at each start: a restarted scheduler must not take its predecessor's streams and events for its own.
         self._instance = f"{options.scheduler_id}/{secrets.token_hex(4)}"
@@ -177,6 +179,11 @@ class Scheduler:
             return "stopping"
         return "Redis is away" if self.store.is_away else None
 
+    async def refresh(self) -> None:
+        """Reads what operators have set. StatusError UNAVAILABLE while Redis is away."""
+        await self.orgs.refresh()
+        await self.drains.refresh()
+
     def _state(self) -> State:
         return State(
             lines=self.keeper.lines,
@@ -202,7 +209,7 @@ class Scheduler:
         """Looks at the policy file and at what operators have set, in case another scheduler's word was lost."""
         while True:
             with suppress(StatusError):  # Redis is away.
-                await self.orgs.refresh()
+                await self.refresh()
             self.orgs.file.look()
             await asyncio.sleep(self.options.poll_seconds)
 
@@ -222,6 +229,6 @@ class Scheduler:
             elif event["event"] == "shed":
                 self.keeper.shed(event["request_id"], event["depth"])
             elif event["event"] == "orgs":
-                self.errand(self.orgs.refresh())
+                self.errand(self.refresh())
             else:
                 asyncio.get_running_loop().call_later(self.options.peer_delay_seconds, self.dispatcher.wake)

@@ -229,6 +229,9 @@ class Attachment:
         worker_id = self._registration.worker_id
         if not self._scheduler.registry.beat(worker_id, self, heartbeat, time.monotonic()):
             raise StatusError(Code.ABORTED, f"a newer stream of worker {worker_id} has taken over", reason="SUPERSEDED")
+        drained = self._scheduler.drains.covers(self._registration)
+        if drained != heartbeat.drained:
+            await self._context.write(scheduler_pb2.AttachResponse(drain=scheduler_pb2.Drain(drain=drained)))
         try:
             revoked = await self._report(heartbeat)
         except StatusError as error:
@@ -250,8 +253,16 @@ class Attachment:
 
     async def _store(self) -> None:
         with suppress(StatusError):  # Redis is away: at the next heartbeat then.
+            await self._report_death()
             await self._scheduler.ledger.register(self._registration.worker_id, self._registration.incarnation)
             self._stored = True
+
+    async def _report_death(self) -> None:
+        """Before the new start is known to anybody, as those who wait for this are placed then."""
+        died_with = [(entry.request_id, entry.epoch, entry.num_output_tokens) for entry in self._registration.died_with]
+        for request_id, line in await self._scheduler.ledger.died(died_with) if died_with else ():
+            LOG.error("quarantined", request_id=request_id, worker=self._registration.worker_id)
+            self._scheduler.metrics.quarantine(line)
 
     async def _report(self, heartbeat: scheduler_pb2.Heartbeat) -> list[tuple[str, int]]:
         if not self._stored:
@@ -287,6 +298,7 @@ def read_ticket(request: scheduler_pb2.PlaceRequest) -> Ticket:
         n=t.n,
         num_delivered_tokens=request.num_delivered_tokens,
         excluded_workers=frozenset(request.excluded_workers),
+        awaited=tuple((dead.worker_id, dead.incarnation) for dead in request.awaited),
         traceparent=t.traceparent[:MAX_TRACEPARENT],
         block_hashes=b"".join(t.block_hashes).hex(),
         hash_tokens=t.hash_tokens,

@@ -1,6 +1,7 @@
-"""`python -m services.worker`: loads a model, serves it to the mesh, drains on SIGTERM."""
+"""`python -m services.worker`: loads models, serves them to the mesh, drains on SIGTERM."""
 
 import asyncio
+import faulthandler
 import functools
 import os
 import sys
@@ -10,9 +11,13 @@ from services.common import log, process, tls, tracing
 from services.common.process import announce
 from services.common.settings import SettingsError, read
 from services.worker.engine.config import ModelFileError
+from services.worker.flight_record import FlightRecord, RecordedRunner
 from services.worker.loading import load
 from services.worker.settings import WorkerSettings
 from services.worker.worker import EngineFailed, Worker
+
+STUCK_SECONDS = 30.0
+"""An event loop that nothing came by for so long ends with its process."""
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
@@ -21,14 +26,31 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     loaded = await load(settings, stop)
     if loaded is None:
         return
-    worker = Worker(*loaded, settings, identity=identity)
+    record = FlightRecord(settings.flight_record_file) if settings.flight_record_file else None
+    if record is not None:
+        for engine, _ in loaded:
+            engine.runner = RecordedRunner(engine.runner, record)
+    worker = Worker(loaded, settings, identity=identity, died_with=record.before if record else ())
     await worker.start()
     announce("listening", service="worker", address=worker.address, internal_address=worker.internal_address)
+    guard = asyncio.create_task(guard_event_loop(), name="guard the event loop")
     try:
         await worker.until(stop)
         await worker.drain(settings.drain_seconds)
     finally:
         await worker.stop()
+        guard.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+async def guard_event_loop() -> None:
+    """For ever: who watches the engine may be stuck itself, on a lock or behind native code that keeps the interpreter.
+
+    Then a thread that needs neither ends the process, with every thread's stack on stderr.
+    """
+    while True:
+        faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+        await asyncio.sleep(1.0)
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 Read from the engine's own counters at each scrape, so that a step pays nothing for them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from services.common.metrics import Figure, Rows
 from services.worker.engine.engine import EngineStats
@@ -85,19 +85,19 @@ _SPLIT_COUNTERS: tuple[tuple[str, str, str, Split], ...] = (
 )
 
 
-def figures(labels: tuple[str, str], stats: Callable[[], EngineStats]) -> Iterator[Figure]:
-    """One for each name. `labels`: values of LABELS; `stats` gives the engine's as they are."""
+def figures(stats: Callable[[], Mapping[str, EngineStats]]) -> Iterator[Figure]:
+    """One for each name, with the series of every model. `stats` gives the engines' as they are, by model."""
     for table, is_counter in ((_GAUGES, False), (_COUNTERS, True)):
         for name, text, read in table:
-            yield Figure(name, text, _one(labels, stats, read), LABELS, counter=is_counter)
+            yield Figure(name, text, _one(stats, read), LABELS, counter=is_counter)
     for split_table, is_counter in ((_SPLIT_GAUGES, False), (_SPLIT_COUNTERS, True)):
         for name, text, label, split in split_table:
-            yield Figure(name, text, _several(labels, stats, split), (*LABELS, label), counter=is_counter)
+            yield Figure(name, text, _several(stats, split), (*LABELS, label), counter=is_counter)
 
 
-def _one(labels: tuple[str, str], stats: Callable[[], EngineStats], read: Read) -> Callable[[], Rows]:
-    return lambda: [(labels, read(stats()))]
+def _one(stats: Callable[[], Mapping[str, EngineStats]], read: Read) -> Callable[[], Rows]:
+    return lambda: [((model, "0"), read(s)) for model, s in stats().items()]
 
 
-def _several(labels: tuple[str, str], stats: Callable[[], EngineStats], split: Split) -> Callable[[], Rows]:
-    return lambda: [((*labels, value), figure) for value, figure in split(stats())]
+def _several(stats: Callable[[], Mapping[str, EngineStats]], split: Split) -> Callable[[], Rows]:
+    return lambda: [((model, "0", value), figure) for model, s in stats().items() for value, figure in split(s)]

@@ -1,4 +1,4 @@
-"""The only thread of a worker: it steps the engine. Knows no RPC.
+"""The only thread of a worker: it steps the device's engines. Knows no RPC.
 
 Commands go in through a queue; what steps bring comes out in turns, one wake-up of the event loop each (DESIGN 8.11).
 Everything public is called on the event loop; what the thread runs is marked so.
@@ -9,23 +9,25 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from services.common import log
 from services.common.errors import Code, StatusError
-from services.worker.engine.engine import Engine, EngineStats
+from services.worker.engine.engine import EngineStats
 from services.worker.engine.request import EngineRequest, InvalidRequest, RequestTooLarge, TokenOutput
-
-STALL_SECONDS = 10.0
-"""With work and without progress for this long, the worker is not healthy."""
+from services.worker.sharing.device import Progress, SharedDevice
+from services.worker.watchdog import Limit
 
 SWITCH_INTERVAL_SECONDS = 0.0005
 """How long the engine thread may keep the event loop from the interpreter; Python's default of 5 ms would show in every token's latency."""
 
 IDLE_STEP_SECONDS = 0.005
 """Pause after a step that did nothing although there is work, so that a starved engine doesn't burn a core."""
+
+LEAST_STEP_SECONDS = 1e-6
+"""No step takes less; so one that has ended shows, by whatever clock."""
 
 TURN_SECONDS = 0.02
 """What short steps bring is collected so often: to wake the event loop for each would take a core from the next. First and last words, and
@@ -54,8 +56,9 @@ class _Open:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the engine. Times by the loop's clock."""
+    """One step of one engine. Times by the loop's clock."""
 
+    model: str
     started: float
     ended: float
     num_tokens: int  # computed, the prompts' included
@@ -70,8 +73,8 @@ class Step:
 class Turn:
     """What the event loop takes from the thread at once: of some steps, perhaps one or none."""
 
-    stats: EngineStats
-    progress: dict[str, tuple[int, int]]  # request id -> (output tokens, blocks)
+    stats: Mapping[str, EngineStats]  # by model
+    progress: Progress
     outputs: list[TokenOutput] = field(default_factory=list)
     refusals: list[tuple[str, StatusError]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -114,26 +117,27 @@ class StepWindow:
 
 
 class EngineLoop:
-    """Runs an engine that nobody else touches."""
+    """Runs a device's engines, which nobody else touches."""
 
     def __init__(
-        self, engine: Engine, *, clock: Callable[[], float] = time.monotonic, observe: Callable[[Turn], None] | None = None
+        self, device: SharedDevice, *, clock: Callable[[], float] = time.monotonic, observe: Callable[[Turn], None] | None = None
     ) -> None:
         """`observe` sees each turn on the event loop, after its outputs were delivered."""
-        self._engine = engine
+        self._device = device
         self._clock = clock
         self._observe = observe
         self._wake = threading.Condition()
         self._commands: deque[EngineRequest | str] = deque()  # a request to add, or an id to abort
-        self._stopping = False
+        self._started = self._stopping = False
         self._open: dict[str, _Open] = {}
         self._progressed_at = clock()
         self._stepping_since: float | None = None
+        self._longest_step_seconds = 0.0
         self._window = StepWindow()
         self._unsaid: list[Turn] = []  # by the thread, and not collected
         self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.last_turn = Turn(engine.stats(), {})
+        self.last_turn = Turn(device.stats(), {})
         self.num_stale_outputs = 0
 
     def start(self) -> None:
@@ -143,6 +147,7 @@ class EngineLoop:
         self._ended = asyncio.Event()
         self.failed: asyncio.Future[BaseException] = self._loop.create_future()
         self._thread.start()
+        self._started = True
 
     def add(self, request: EngineRequest, sink: Sink) -> None:
         """Hands a request over; its id must be new. What comes of it goes to `sink`."""
@@ -180,9 +185,26 @@ class EngineLoop:
         return self._clock() - self._progressed_at if has_work else 0.0
 
     @property
+    def limit(self) -> Limit:
+        """How long it may go without progress: well above the longest step that there was or may be."""
+        return Limit.of(max(self._longest_step_seconds, self._device.full_step_seconds()))
+
+    @property
     def healthy(self) -> bool:
-        """False when the engine has failed, or has work and makes no progress."""
-        return not self.failed.done() and self.stalled_seconds < STALL_SECONDS
+        """False when the engine has failed, its thread is gone, or has work and makes no progress."""
+        return not self.failed.done() and not self._is_dead() and self.stalled_seconds < self.limit.seconds
+
+    @property
+    def lost(self) -> bool:
+        """True when it has made no progress for so long that it won't come back, or has no thread any more."""
+        return self._is_dead() or self.stalled_seconds > self.limit.lost_seconds
+
+    def forgive(self, seconds: float) -> None:
+        """The process itself was stopped for so long: no step could end."""
+        self._progressed_at += seconds
+
+    def _is_dead(self) -> bool:
+        return self._started and not self._stopping and not self._thread.is_alive()
 
     @property
     def num_requests(self) -> int:
@@ -272,20 +294,20 @@ class EngineLoop:
     def _turn(self, commands: list[EngineRequest | str]) -> Turn:
         refusals = self._apply(commands)
         started = self._clock()
-        if not self._engine.has_work:
+        if not self._device.has_work:
             self._progressed_at = started
-            return Turn(self._engine.stats(), {}, refusals=refusals)
-        counters = self._engine.batcher.counters
-        computed, generated = counters.computed_tokens, counters.generated_tokens
+            return Turn(self._device.stats(), {}, refusals=refusals)
         self._stepping_since = started
-        outputs = self._engine.step(started)
+        done = self._device.step(started)
         self._stepping_since = None
-        step = Step(started, self._clock(), counters.computed_tokens - computed, counters.generated_tokens - generated)
-        if outputs or step.num_tokens:
+        step = Step(done.model, started, self._clock(), done.num_tokens, done.num_generated_tokens)
+        self._device.took(step.model, step.seconds)
+        self._longest_step_seconds = max(self._longest_step_seconds, step.seconds, LEAST_STEP_SECONDS)
+        if done.outputs or step.num_tokens:
             self._progressed_at = step.ended
         else:
             self._pause()
-        return Turn(self._engine.stats(), self._progress(), outputs, refusals, [step])
+        return Turn(self._device.stats(), self._device.progress(), done.outputs, refusals, [step])
 
     def _say(self, turn: Turn, *, urgent: bool) -> None:
         """Leaves a turn to be collected, at once where somebody waits for it."""
@@ -305,21 +327,18 @@ class EngineLoop:
         refusals = []
         for command in commands:
             if isinstance(command, str):
-                self._engine.abort(command)
+                self._device.abort(command)
                 continue
             try:
-                self._engine.add(command)
+                self._device.add(command)
             except (RequestTooLarge, InvalidRequest) as error:
                 refusals.append((command.request_id, StatusError(Code.INVALID_ARGUMENT, str(error), reason="REQUEST_REFUSED")))
         return refusals
 
-    def _progress(self) -> dict[str, tuple[int, int]]:
-        return {request_id: (num_output_tokens, num_blocks) for request_id, num_output_tokens, num_blocks in self._engine.progress()}
-
     def _take(self) -> list[EngineRequest | str] | None:
         """The commands that came in; sleeps while there is neither a command nor work. None: stop."""
         with self._wake:
-            while not self._commands and not self._stopping and not self._engine.has_work:
+            while not self._commands and not self._stopping and not self._device.has_work:
                 self._wake.wait()
             if self._stopping:
                 return None

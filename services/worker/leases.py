@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from forebay.v1 import explain_pb2, scheduler_pb2, types_pb2, worker_pb2
 from services.common import tracing
@@ -28,12 +28,12 @@ MAX_ENDED = 10_000
 class Lease:
     """One request here, under one epoch: the sink of its outputs, and its account."""
 
-    def __init__(self, request_id: str, epoch: int, request: EngineRequest, outbox: Outbox, metrics: Metrics, block_size: int) -> None:
+    def __init__(self, request_id: str, epoch: int, request: EngineRequest, outbox: Outbox, metrics: Metrics, served: Served) -> None:
         self.request_id = request_id
         self.epoch = epoch
         self.request = request
         self.outbox = outbox
-        self.block_size = block_size
+        self.served = served
         self.num_sequences = request.n - len(request.finished_choices)
         self.num_new_tokens = 0
         self.num_cached_tokens = 0
@@ -44,7 +44,7 @@ class Lease:
         self.arrived_at = time.monotonic()
         self.timeline: Snapshot | None = None  # the latest
         self.span = tracing.OFF  # of the call that brought it
-        self._metrics = metrics
+        self.metrics = metrics
         self._token_at: dict[int, float] = {}  # choice -> when its last token came
         self._started_at: float | None = None
         self._first_token_at: float | None = None
@@ -63,8 +63,8 @@ class Lease:
     @property
     def num_wanted_blocks(self) -> int:
         """Cache blocks that it needs to start, or to go on."""
-        num_prompt_blocks = -(-len(self.request.prompt_token_ids) // self.block_size)
-        return num_prompt_blocks + self.num_output_tokens // self.block_size
+        num_prompt_blocks = -(-len(self.request.prompt_token_ids) // self.served.block_size)
+        return num_prompt_blocks + self.num_output_tokens // self.served.block_size
 
     @property
     def usage(self) -> types_pb2.Usage:
@@ -134,10 +134,10 @@ class Lease:
         num_tokens = len(output.token_ids)
         if not self._token_at:
             self._started_at, self._first_token_at = output.start_time, now
-            self._metrics.observe_first_token(now - self.arrived_at, self.span.trace_id)
+            self.metrics.observe_first_token(now - self.arrived_at, self.span.trace_id)
         since = self._token_at.get(output.choice_index)
         if since is not None:
-            observe, gap = self._metrics.inter_token_latency.observe, (now - since) / num_tokens
+            observe, gap = self.metrics.inter_token_latency.observe, (now - since) / num_tokens
             for _ in output.token_ids:
                 observe(gap)
         self._token_at[output.choice_index] = now
@@ -152,17 +152,15 @@ class Leases:
     def __init__(
         self,
         loop: EngineLoop,
-        served: Served,
-        metrics: Metrics,
+        metrics: Mapping[str, Metrics],
         *,
         max_sequences: int,
         preemption: bool = True,
         pace: Pace | None = None,
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """`preemption`: the engine takes room from lower classes. `on_room` is called whenever a lease ends."""
+        """`metrics` by model. `preemption`: an engine takes room from lower classes. `on_room` is called whenever a lease ends."""
         self._loop = loop
-        self._served = served
         self._metrics = metrics
         self._max_sequences = max_sequences
         self._preemption = preemption
@@ -176,23 +174,25 @@ class Leases:
     def __len__(self) -> int:
         return len(self._live)
 
-    def admit(self, message: worker_pb2.WorkerServiceGenerateRequest, grammar: Grammar | None = None) -> Lease:
+    def admit(self, message: worker_pb2.WorkerServiceGenerateRequest, served: Served, grammar: Grammar | None = None) -> Lease:
         """Hands a request and its compiled grammar to the engine. StatusError: stale epoch, bad value, too large, no room, draining."""
         if self.draining:
             raise unavailable("this worker is draining; place again", reason="DRAINING")
-        request = to_engine(message, self._served, f"{message.request_id}#{message.epoch}", grammar)
+        if not self._loop.healthy:
+            raise unavailable("the engine of this worker hangs or has failed; place again", reason="ENGINE_HANGS")
+        request = to_engine(message, served, grammar)
         self._supersede(message.request_id, message.epoch)
         lease = Lease(
             message.request_id,
             message.epoch,
             request,
             Outbox(self._pace, num_choices=request.n - len(request.finished_choices), num_streams=self.__len__),
-            self._metrics,
-            self._served.block_size,
+            self._metrics[served.model],
+            served,
         )
         self._check_room(lease)
         self._live[lease.request_id] = lease
-        self._metrics.observe_request(n=request.n, max_tokens=message.sampling.max_tokens)
+        lease.metrics.observe_request(n=request.n, max_tokens=message.sampling.max_tokens)
         self._loop.add(request, lease)
         return lease
 
@@ -204,7 +204,7 @@ class Leases:
         self._remember(lease.request_id, lease.epoch)
         self._loop.abort(lease.request.request_id)
         ended = lease.ended()
-        self._metrics.observe_end(ended)
+        lease.metrics.observe_end(ended)
         trace_request(lease.span, ended, lease.timeline)
         if not self._live:
             self._idle.set()
@@ -284,29 +284,30 @@ class Leases:
     def _check_room(self, new: Lease) -> None:
         """Refuses what would wait too long. Only leases of the same or a higher class count: the engine preempts the others for it."""
         lowest = new.request.latency_class if self._preemption else types_pb2.LATENCY_CLASS_BATCH
-        rivals = [lease for lease in self._live.values() if lease.request.latency_class <= lowest]
+        fellows = [lease for lease in self._live.values() if lease.served is new.served]
+        rivals = [lease for lease in fellows if lease.request.latency_class <= lowest]
         num_held = sum(lease.num_sequences for lease in rivals)
         # A request wider than the slots is let in when nothing else runs, else it never would be.
         if rivals and num_held + new.num_sequences > self._max_sequences + MAX_WAITING:
-            self._refuse(f"{num_held} sequences of {self._max_sequences} slots and {MAX_WAITING} waiting places are here")
-        num_available, num_starved = self._num_available_blocks(rivals), 0
+            self._refuse(new, f"{num_held} sequences of {self._max_sequences} slots and {MAX_WAITING} waiting places are here")
+        num_below = self._num_blocks(lease for lease in fellows if lease.request.latency_class > lowest)
+        stats = self._loop.last_turn.stats[new.served.model]
+        num_available, num_starved = stats.num_blocks - stats.num_used_blocks + num_below, 0
         for lease in (*(lease for lease in rivals if self.is_waiting(lease)), new):
             if not num_starved and lease.num_wanted_blocks <= num_available:
                 num_available -= lease.num_wanted_blocks
             elif lease is new and num_starved >= MAX_WAITING:
-                self._refuse(f"{num_starved} sequences wait for cache blocks and {num_available} blocks are free")
+                self._refuse(new, f"{num_starved} sequences wait for cache blocks and {num_available} blocks are free")
             else:
                 num_starved += lease.num_sequences
 
-    def _num_available_blocks(self, rivals: list[Lease]) -> int:
-        """Blocks that are free, or held by leases of lower classes."""
-        turn = self._loop.last_turn
-        below = {lease.request.request_id for lease in self._live.values()} - {lease.request.request_id for lease in rivals}
-        num_below = sum(num_blocks for request_id, (_, num_blocks) in turn.progress.items() if request_id in below)
-        return turn.stats.num_blocks - turn.stats.num_used_blocks + num_below
+    def _num_blocks(self, leases: Iterable[Lease]) -> int:
+        """Blocks that they held after the last turn."""
+        held = self._loop.last_turn.progress
+        return sum(held.get(lease.request.request_id, (0, 0))[1] for lease in leases)
 
-    def _refuse(self, why: str) -> None:
-        self._metrics.refused.inc()
+    def _refuse(self, lease: Lease, why: str) -> None:
+        lease.metrics.refused.inc()
         raise StatusError(Code.RESOURCE_EXHAUSTED, f"no room on this worker: {why}; place again", reason="NO_ROOM")
 
     def _remember(self, request_id: str, epoch: int) -> None:

@@ -1,8 +1,9 @@
-"""From settings to an engine: sizes the cache, reads the model on a thread, tells how far it is."""
+"""From settings to engines: sizes each cache, reads the models on a thread, tells how far it is."""
 
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -33,9 +34,13 @@ PROGRESS_SECONDS = 0.1
 _logger = log.get(__name__)
 
 
-async def load(settings: WorkerSettings, stop: asyncio.Event) -> tuple[Engine, Served] | None:
-    """The engine and what it serves. ModelFileError, SettingsError: a bad file, or no fitting cache. None: `stop` came first."""
-    loaded: Future[tuple[Engine, Served]] = Future()
+Loaded = list[tuple[Engine, Served]]
+"""Each model's engine, and what it serves."""
+
+
+async def load(settings: WorkerSettings, stop: asyncio.Event) -> Loaded | None:
+    """All models. ModelFileError, SettingsError: a bad file, or no fitting cache. None: `stop` came first."""
+    loaded: Future[Loaded] = Future()
     # A thread of its own, and a daemon: a process that is told to stop doesn't wait for gigabytes.
     threading.Thread(target=_load_into, args=(loaded, settings), name="load", daemon=True).start()
     stopped = asyncio.create_task(stop.wait())
@@ -138,11 +143,19 @@ def _draft_level(settings: WorkerSettings, config: EngineConfig) -> str | None:
     return settings.draft_level
 
 
-def _load_into(loaded: "Future[tuple[Engine, Served]]", settings: WorkerSettings) -> None:
+def _load_into(loaded: "Future[Loaded]", settings: WorkerSettings) -> None:
     try:
-        loaded.set_result(_load(settings))
+        loaded.set_result(_load_all(settings))
     except BaseException as error:  # whoever waits for the future decides what it means
         loaded.set_exception(error)
+
+
+def _load_all(settings: WorkerSettings) -> Loaded:
+    each = settings.by_model()
+    names = Counter(one.model_name for one in each)
+    if not each or max(names.values()) > 1:
+        raise SettingsError(f"FOREBAY_MODEL={settings.model} must name one model at least, and each by another name: PATH=NAME,PATH=NAME")
+    return [_load(one) for one in each]
 
 
 def _load(settings: WorkerSettings) -> tuple[Engine, Served]:

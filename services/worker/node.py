@@ -37,17 +37,19 @@ class Node:
         register: scheduler_pb2.Register,
         heartbeat: Callable[[], scheduler_pb2.Heartbeat],
         revoke: Revoke,
+        drain: Callable[[bool], None],
         *,
         beat: Beat | None = None,
         identity: Identity | None = None,
     ) -> None:
-        """`heartbeat` describes the worker as it is now, all but the sequence number."""
+        """`heartbeat` describes the worker as it is now, all but the sequence number. `drain` hears what operators want of it."""
         self._links = [_Link(self, address) for address in addresses]
         self._heartbeat = heartbeat
         self._num_heartbeats = 0
         self._tasks: list[asyncio.Task[None]] = []
         self.register = register
         self.revoke = revoke
+        self.drain = drain
         self.beat = beat or Beat()
         self.identity = identity
 
@@ -114,6 +116,8 @@ class _Link:
                     _logger.info("attached", scheduler=self.address, scheduler_id=response.registered.scheduler_id)
                 elif response.HasField("revoke"):
                     self._node.revoke(response.revoke.leases)
+                elif response.HasField("drain"):
+                    self._node.drain(response.drain.drain)
         except grpc.aio.AioRpcError as error:
             event, details = "lost the scheduler" if was_attached else "no scheduler", str(error.details())
             if was_attached or details not in self._troubles:  # each once, however often it is tried

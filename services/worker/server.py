@@ -1,6 +1,7 @@
 """WorkerService: one Generate call is one lease. The call's end, however it comes, is the lease's end."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import cast
 
 import grpc
@@ -11,7 +12,7 @@ from services.common.errors import Code, StatusError
 from services.worker.grammars import compiled
 from services.worker.leases import Lease, Leases
 from services.worker.outbox import News, Pace
-from services.worker.wire import Served, check_target
+from services.worker.wire import Served, target
 
 CALLERS = {"/forebay.": "gateway"}
 """The role that may call what, where certificates tell it."""
@@ -31,9 +32,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     generator behind that nobody resumes.
     """
 
-    def __init__(self, leases: Leases, served: Served, incarnation: str, *, pace: Pace | None = None) -> None:
+    def __init__(self, leases: Leases, models: Mapping[str, Served], incarnation: str, *, pace: Pace | None = None) -> None:
         self._leases = leases
-        self._served = served
+        self._models = models
         self._incarnation = incarnation
         self._pace = pace or Pace()
 
@@ -41,8 +42,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Runs a leased request; see worker.proto."""
         try:
             deadline = _deadline(context)
-            check_target(request, self._served, self._incarnation)
-            lease = self._leases.admit(request, await compiled(request.sampling, self._served.compiler))
+            served = target(request, self._models, self._incarnation)
+            lease = self._leases.admit(request, served, await compiled(request.sampling, served.compiler))
         except StatusError as error:
             await errors.abort(context, error)
         lease.span = tracing.current()
@@ -57,7 +58,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             self._leases.end(lease)
 
     async def _stream(self, lease: Lease, context: Context, deadline: float | None) -> None:
-        await self._write(context, Response(accepted=worker_pb2.Accepted(fingerprint=self._served.fingerprint)))
+        await self._write(context, Response(accepted=worker_pb2.Accepted(fingerprint=lease.served.fingerprint)))
         told = None
         while (news := await lease.outbox.next(deadline)) is not News.ENDED:
             if news is News.SILENCE:

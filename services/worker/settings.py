@@ -1,7 +1,7 @@
 """What a worker reads from its environment. Read once, in __main__."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import ByteSize, Field, StringConstraints
 
@@ -10,9 +10,11 @@ from services.worker.engine.config import Verification
 
 
 class WorkerSettings(ServiceSettings):
-    """One device, one model. A field `x_y` is the variable FOREBAY_X_Y."""
+    """One device. A field `x_y` is the variable FOREBAY_X_Y."""
 
-    model: Annotated[str, StringConstraints(min_length=1)] = Field(description="PATH[=NAME]: a GGUF file or a Hugging Face folder")
+    model: Annotated[str, StringConstraints(min_length=1)] = Field(
+        description="PATH[=NAME][,PATH[=NAME]...]: GGUF files or Hugging Face folders, which share the device"
+    )
     schedulers: HostPorts = Field("", description="host:port of every scheduler, separated by commas; the worker attaches to all of them")
     listen_address: HostPort = Field("127.0.0.1:0", description="host:port of WorkerService; port 0: any")
     advertised_address: HostPort | None = Field(
@@ -59,16 +61,25 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="host memory for what preempted sequences come back for; where it is full, or 0, they compute it again",
     )
+    flight_record_file: Path | None = Field(
+        None, description="file that outlives this process, for what was in the step that it died in; without, poison isn't found"
+    )
     drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, how long running requests may go on")
+
+    def by_model(self) -> list[Self]:
+        """The settings of each model by itself, with its equal part of the memory."""
+        entries = [entry.strip() for entry in self.model.split(",") if entry.strip()]
+        parts = {name: ByteSize(getattr(self, name) // max(1, len(entries))) for name in ("kv_memory", "host_memory", "swap_memory")}
+        return [self.model_copy(update={"model": entry, **parts}) for entry in entries]
 
     @property
     def model_path(self) -> Path:
-        """The path part of `model`."""
+        """The path part of `model`, where that is one."""
         return Path(self.model.rpartition("=")[0] or self.model)
 
     @property
     def model_name(self) -> str:
-        """The chosen name, or the file's own, without the level."""
+        """The chosen name, or the file's own, without the level, where `model` is one."""
         path, _, name = self.model.rpartition("=")
         return name if path else self.model_path.name.removesuffix(".gguf").lower()
 

@@ -2,16 +2,17 @@
 the engine for all.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from forebay.v1 import explain_pb2, types_pb2, worker_pb2
+from forebay.v1 import explain_pb2, scheduler_pb2, types_pb2, worker_pb2
 from services.common.errors import Code, StatusError, invalid
 from services.text.compiler import Compiler
 from services.worker.engine.grammar import Grammar
 from services.worker.engine.request import EngineRequest, FinishReason, SamplingParams, TokenLogprob, TokenOutput
 from services.worker.engine.timeline import Phase, Snapshot
+from services.worker.flight_record import InFlight
 
 _NO_DRAFT, _REFUSED, _ACCEPTED = 0, 1, 2  # verdicts, as worker.proto says
 MAX_CHOICES = 16
@@ -21,6 +22,7 @@ MAX_STOP_TOKENS = 16
 MAX_ID_LENGTH = 128
 SALT_BYTES = 32
 MAX_SECONDS = 30 * 86_400.0  # of targets and waiting
+SUSPECT_TOKENS = 32  # behind what was delivered a worker may have been so far when it died: news wait for a tenth of a second
 
 FINISH_REASONS = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -35,7 +37,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class Served:
-    """The model of this worker, as requests see it."""
+    """A model of this worker, as requests see it."""
 
     model: str  # "name@level"
     version: str
@@ -47,24 +49,22 @@ class Served:
     compiler: Compiler | None = None  # None: the model's files have no tokenizer that grammars could be compiled for
 
 
-def check_target(request: worker_pb2.WorkerServiceGenerateRequest, served: Served, incarnation: str) -> None:
-    """Refuses what is meant for another worker, model or version."""
+def target(request: worker_pb2.WorkerServiceGenerateRequest, models: Mapping[str, Served], incarnation: str) -> Served:
+    """The model that is meant. StatusError for another worker, model or version."""
     if request.incarnation != incarnation:
         raise StatusError(
             Code.FAILED_PRECONDITION, "the lease is for an earlier start of this worker; place again", reason="STALE_INCARNATION"
         )
-    if request.model != served.model:
-        raise StatusError(
-            Code.NOT_FOUND, f"model {request.model!r} isn't here; this worker serves {served.model!r}", reason="MODEL_NOT_FOUND"
-        )
+    if (served := models.get(request.model)) is None:
+        here = ", ".join(map(repr, models))
+        raise StatusError(Code.NOT_FOUND, f"model {request.model!r} isn't here; this worker serves {here}", reason="MODEL_NOT_FOUND")
     if request.model_version != served.version:
         message = f"version {request.model_version!r} of {served.model!r} isn't here; this worker has {served.version!r}"
         raise StatusError(Code.FAILED_PRECONDITION, message, reason="MODEL_VERSION")
+    return served
 
 
-def to_engine(
-    request: worker_pb2.WorkerServiceGenerateRequest, served: Served, engine_id: str, grammar: Grammar | None = None
-) -> EngineRequest:
+def to_engine(request: worker_pb2.WorkerServiceGenerateRequest, served: Served, grammar: Grammar | None = None) -> EngineRequest:
     """The engine's request, every bound checked. StatusError INVALID_ARGUMENT names field, value and limit."""
     if not 0 < len(request.request_id) <= MAX_ID_LENGTH:
         raise invalid("request_id", f"request_id must have 1 to {MAX_ID_LENGTH} characters, not {len(request.request_id)}")
@@ -81,7 +81,7 @@ def to_engine(
     sampling = _sampling(request.sampling, len(prompt), served)
     delivered, finished = _replay(request, n, request.sampling.max_tokens, served)
     return EngineRequest(
-        request_id=engine_id,
+        request_id=engine_id(request.request_id, request.epoch),
         prompt_token_ids=prompt,
         sampling=sampling,
         n=n,
@@ -93,7 +93,19 @@ def to_engine(
         ttft_target_seconds=_within("ttft_target_seconds", request.ttft_target_seconds, 0, MAX_SECONDS),
         tpot_target_seconds=_within("tpot_target_seconds", request.tpot_target_seconds, 0, MAX_SECONDS),
         waited_seconds=_within("waited_seconds", request.waited_seconds, 0, MAX_SECONDS),
+        suspect_tokens=max(map(len, delivered), default=0) + SUSPECT_TOKENS if request.suspect else 0,
+        model=served.model,
     )
+
+
+def engine_id(request_id: str, epoch: int) -> str:
+    """The engine's name of a lease."""
+    return f"{request_id}#{epoch}"
+
+
+def in_flight(entry: InFlight) -> scheduler_pb2.InFlight:
+    """For the wire."""
+    return scheduler_pb2.InFlight(request_id=entry.request_id, epoch=entry.epoch, num_output_tokens=entry.num_output_tokens)
 
 
 def append(delta: worker_pb2.TokenDelta, output: TokenOutput) -> None:

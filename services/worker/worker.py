@@ -1,10 +1,10 @@
-"""A worker put together: engine thread, leases, gRPC service, schedulers, internal port; and its way up and down."""
+"""A worker put together: engines and their thread, leases, gRPC service, schedulers, internal port; and its way up and down."""
 
 import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -13,26 +13,27 @@ from forebay.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from services.common import log, rpc
 from services.common.address import reachable, split, with_port
 from services.common.callers import Callers
-from services.common.errors import Code, StatusError
+from services.common.errors import Code, StatusError, unavailable
 from services.common.process import InternalHttp
 from services.common.tls import Identity
+from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
-from services.worker.engine_loop import STALL_SECONDS, EngineLoop, Turn
+from services.worker.engine_loop import EngineLoop, Turn
+from services.worker.flight_record import InFlight
 from services.worker.leases import MAX_WAITING, Leases
-from services.worker.metrics import Metrics
+from services.worker.metrics import WorkerMetrics
 from services.worker.node import Beat, Node
 from services.worker.outbox import Pace
 from services.worker.server import CALLERS, WorkerService
 from services.worker.settings import WorkerSettings
+from services.worker.sharing.device import SharedDevice
 from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
-from services.worker.wire import Served
+from services.worker.watchdog import Pauses
+from services.worker.wire import Served, in_flight
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
-
-STALL_EXIT_SECONDS = 20.0
-"""A step loop that hangs for this long won't come back; only a new process helps."""
 
 WATCH_SECONDS = 0.25
 
@@ -44,47 +45,43 @@ class EngineFailed(Exception):
 
 
 class Worker:
-    """One engine in service. start, until, drain, stop: in this order, each once."""
+    """One device in service. start, until, drain, stop: in this order, each once."""
 
     def __init__(
         self,
-        engine: Engine,
-        served: Served,
+        models: Sequence[tuple[Engine, Served]],
         settings: WorkerSettings,
         *,
         pace: Pace | None = None,
         beat: Beat | None = None,
         clock: Callable[[], float] = time.monotonic,
         identity: Identity | None = None,
+        died_with: Sequence[InFlight] = (),
     ) -> None:
-        """`clock` times the engine's steps, and so tells when they hang."""
+        """`clock` times the engines' steps, and so tells when they hang. `died_with`: what the last start's last step held."""
+        self._died_with = died_with
         self._identity = identity
         self.incarnation = secrets.token_hex(8)
-        self._served = served
+        engines = {served.model: engine for engine, served in models}
+        self._models = {served.model: served for _, served in models}
         self._settings = settings
         registry = CollectorRegistry()
-        throughput = Throughput(num_blocks=served.num_blocks, block_size=served.block_size, max_sequences=settings.max_sequences)
-        self._metrics = Metrics(registry, model_name=served.model, max_model_len=served.max_model_len, throughput=throughput)
-        self.loop = EngineLoop(engine, clock=clock, observe=self._observe)
+        self._metrics = _metrics(registry, self._models.values(), settings)
+        self.loop = EngineLoop(SharedDevice(engines), clock=clock, observe=self._observe)
         self.leases = Leases(
-            self.loop, served, self._metrics, max_sequences=settings.max_sequences, preemption=settings.preemption, pace=pace
+            self.loop, self._metrics.models, max_sequences=settings.max_sequences, preemption=settings.preemption, pace=pace
         )
-        self._service = WorkerService(self.leases, served, self.incarnation, pace=pace)
+        self._service = WorkerService(self.leases, self._models, self.incarnation, pace=pace)
         self._sensors = Sensors(settings.device)
         self._metrics.watch(lambda: self.loop.last_turn.stats, lambda: self.loop.num_stale_outputs, self._sensors)
-        self._metrics.describe_cache(
-            block_size=served.block_size,
-            cache_dtype=engine.config.cache_format,
-            enable_prefix_caching=settings.prefix_cache,
-            kv_cache_size_tokens=served.num_blocks * served.block_size,
-            num_cpu_blocks=engine.config.host_blocks,
-            num_gpu_blocks=served.num_blocks,
-        )
+        self._metrics.describe_caches([_cache_facts(engine.config, served) for engine, served in models])
         self._server = rpc.server([Callers(CALLERS)] if identity else [])
         self._internal = InternalHttp(settings.internal_address, registry, self.why_not_ready, sound=self._why_not_sound)
         self._beat = beat
         self._step_spans = StepSpans()
         self._num_used_blocks = 0  # after the last turn
+        self._drained = self._leaving = False
+        self._drain: asyncio.Task[None] | None = None
         self.address = ""
         self.internal_address = ""
 
@@ -100,7 +97,13 @@ class Worker:
         self.loop.start()
         await self._server.start()
         self.node = Node(
-            settings.scheduler_addresses, self._register(), self.heartbeat, self.leases.revoke, beat=self._beat, identity=self._identity
+            settings.scheduler_addresses,
+            self._register(),
+            self.heartbeat,
+            self.leases.revoke,
+            self.set_drained,
+            beat=self._beat,
+            identity=self._identity,
         )
         self.leases.on_room = self.node.nudge
         self.node.start()
@@ -112,6 +115,7 @@ class Worker:
         any_of: set[asyncio.Future[Any]] = {stopped, self._watch, self.loop.failed}
         await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
+        self._leaving = True
         if self.loop.failed.done():
             raise EngineFailed(f"the engine failed: {self.loop.failed.result()!r}")
         if self._watch.done():
@@ -126,13 +130,30 @@ class Worker:
         if not await self.leases.idle(seconds):
             self.leases.fail_all(StatusError(Code.UNAVAILABLE, "this worker is stopping; place again", reason="DRAINED"))
 
+    def set_drained(self, drained: bool) -> None:
+        """An operator takes it out of service, or puts it back. Idempotent; of no effect on a worker that is about to go."""
+        if drained == self._drained or self._leaving:
+            return
+        self._drained = drained
+        if self._drain is not None:
+            self._drain.cancel()
+        self._drain = asyncio.create_task(self.drain(self._settings.drain_seconds) if drained else self._come_back(), name="drain")
+
+    async def _come_back(self) -> None:
+        self.leases.draining = False
+        await rpc.set_health(self._health, serving=self.loop.healthy, service_names=[SERVICE_NAME])
+        self.node.nudge()
+        _logger.info("back in service")
+
     async def stop(self) -> None:
         """Leaves the schedulers, ends the calls, the thread and the ports."""
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
+        if self._drain is not None:
+            self._drain.cancel()
         await self.node.stop()
         await self._server.stop(grace=0.5)
-        await self.loop.stop()
+        await self.loop.stop(5.0 if self.loop.healthy else 0.5)
         await self._internal.stop()
 
     def why_not_ready(self) -> str | None:
@@ -147,13 +168,13 @@ class Worker:
 
     def heartbeat(self) -> scheduler_pb2.Heartbeat:
         """The worker as it is now."""
-        stats, reading = self.loop.last_turn.stats, self._sensors.read()
+        stats, reading = self.loop.last_turn.stats.values(), self._sensors.read()
         return scheduler_pb2.Heartbeat(
             leases=self.leases.progress(),
-            num_used_blocks=stats.num_used_blocks,
-            num_cached_blocks=stats.num_cached_blocks,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
+            num_used_blocks=sum(s.num_used_blocks for s in stats),
+            num_cached_blocks=sum(s.num_cached_blocks for s in stats),
+            num_running=sum(s.num_running for s in stats),
+            num_waiting=sum(s.num_waiting for s in stats),
             utilization=self.loop.utilization,
             step_seconds=self.loop.step_seconds,
             tokens_per_second=self.loop.tokens_per_second,
@@ -162,60 +183,92 @@ class Worker:
             temperature_celsius=reading.temperature_celsius,
             power_watts=reading.power_watts,
             draining=self.leases.draining,
+            drained=self._drained,
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),
-            loaded_models=[self._served.model],
+            loaded_models=list(self._models),
         )
 
     def _register(self) -> scheduler_pb2.Register:
-        settings, served = self._settings, self._served
-        model = scheduler_pb2.WorkerModel(
-            model=served.model,
-            version=served.version,
-            block_size=served.block_size,
-            num_blocks=served.num_blocks,
-            max_model_len=served.max_model_len,
-            loaded=True,
-            fingerprint=served.fingerprint,
-        )
+        settings = self._settings
         return scheduler_pb2.Register(
             worker_id=settings.worker_id or f"{socket.gethostname()}-{split(self.address)[1]}",
             incarnation=self.incarnation,
             address=settings.advertised_address or reachable(self.address, socket.gethostname()),
             node_id=settings.node_id or socket.gethostname(),
             device=device_name(settings.device),
-            models=[model],
+            models=map(_told, self._models.values()),
             max_sequences=settings.max_sequences,
             max_waiting=MAX_WAITING,
             region=settings.region,
+            died_with=[in_flight(entry) for entry in self._died_with],
         )
 
     def _observe(self, turn: Turn) -> None:
+        for model in {step.model for step in turn.steps}:
+            steps = [step for step in turn.steps if step.model == model]
+            self._metrics.models[model].observe_steps([step.num_tokens for step in steps], sum(step.seconds for step in steps))
         if turn.steps:
-            self._metrics.observe_steps([step.num_tokens for step in turn.steps], sum(step.seconds for step in turn.steps))
             self._step_spans.observe(turn.steps, self.leases.spans(output.request_id for output in turn.outputs))
-        if turn.stats.num_used_blocks < self._num_used_blocks:
+        num_used_blocks = sum(stats.num_used_blocks for stats in turn.stats.values())
+        if num_used_blocks < self._num_used_blocks:
             self.node.nudge()
-        self._num_used_blocks = turn.stats.num_used_blocks
+        self._num_used_blocks = num_used_blocks
 
     def _why_not_sound(self) -> str | None:
         if self.loop.failed.done():
             return "the engine has failed"
         if not self.loop.healthy:
-            return f"the step loop has had work and made no progress for {self.loop.stalled_seconds:.0f} s (limit {STALL_SECONDS:.0f})"
+            seconds, limit = self.loop.stalled_seconds, self.loop.limit.seconds
+            return f"the step loop has had work and made no progress for {seconds:.0f} s (limit {limit:.0f})"
         return None
 
     async def _watch_health(self) -> None:
-        """Tells health checks what the step loop does. EngineFailed when it hangs for good."""
+        """Tells health checks what the step loop does, and sends its streams elsewhere where it stalls. EngineFailed: for good."""
         told: bool | None = None
+        pauses = Pauses(asyncio.get_running_loop().time())
         while True:
+            self.loop.forgive(pauses.look(asyncio.get_running_loop().time()))
             healthy = self.loop.healthy
             if healthy != told:
                 told = healthy
-                self._metrics.healthy.set(healthy)
+                self._metrics.tell_healthy(healthy)
                 await rpc.set_health(self._health, serving=healthy and not self.leases.draining, service_names=[SERVICE_NAME])
                 self.node.nudge()
-            if self.loop.stalled_seconds > STALL_EXIT_SECONDS:
-                self.leases.fail_all(StatusError(Code.INTERNAL, "the step loop hangs; this worker is stopping", reason="ENGINE_HANGS"))
+            if not healthy:
+                self.leases.fail_all(unavailable("the step loop hangs; place again", reason="ENGINE_HANGS"))
+            if self.loop.lost:
                 raise EngineFailed(f"the step loop has made no progress for {self.loop.stalled_seconds:.0f} s")
             await asyncio.sleep(WATCH_SECONDS)
+
+
+def _metrics(registry: CollectorRegistry, models: Collection[Served], settings: WorkerSettings) -> WorkerMetrics:
+    throughputs = {
+        served.model: Throughput(num_blocks=served.num_blocks, block_size=served.block_size, max_sequences=settings.max_sequences)
+        for served in models
+    }
+    return WorkerMetrics(registry, throughputs, max_model_len=max(served.max_model_len for served in models))
+
+
+def _told(served: Served) -> scheduler_pb2.WorkerModel:
+    return scheduler_pb2.WorkerModel(
+        model=served.model,
+        version=served.version,
+        block_size=served.block_size,
+        num_blocks=served.num_blocks,
+        max_model_len=served.max_model_len,
+        loaded=True,
+        fingerprint=served.fingerprint,
+    )
+
+
+def _cache_facts(config: EngineConfig, served: Served) -> dict[str, object]:
+    """As vLLM names them."""
+    return {
+        "block_size": served.block_size,
+        "cache_dtype": config.cache_format,
+        "enable_prefix_caching": config.prefix_cache,
+        "kv_cache_size_tokens": served.num_blocks * served.block_size,
+        "num_cpu_blocks": config.host_blocks,
+        "num_gpu_blocks": served.num_blocks,
+    }

@@ -171,3 +171,20 @@ def _is_whole(operator: meshes.Operator) -> bool:
     except grpc.RpcError:  # while no scheduler answers
         return False
     return sum(worker.ready for worker in fleet.workers) == 4 and meshes.is_idle(fleet)
+
+
+async def test_one_worker_may_serve_every_model_at_once(tiny: tuple[Path, str], tmp_path: Path) -> None:
+    models = ("--model", "smollm2-135m-instruct", "--model", f"{tiny[0]}=tiny")
+    with meshes.running(tmp_path / "home", "--share", "--kv-memory", "128MB", "--level", "fp32", *models) as mesh:
+        [worker] = mesh.fleet()["workers"]
+        assert len(worker["registration"]["models"]) == 2
+        async with mesh.async_openai() as client:
+
+            async def ask(model: str) -> str:
+                asked = client.completions.create(model=model, prompt="Two", temperature=0, max_tokens=16, extra_body={"ignore_eos": True})
+                return (await asked).choices[0].text
+
+            answers = await asyncio.gather(*(ask(model) for model in ("tiny", "smollm2-135m-instruct") * 3))
+        assert set(answers[::2]) == {tiny[1]}
+        assert len(set(answers[1::2])) == 1
+        mesh.wait_until_idle()

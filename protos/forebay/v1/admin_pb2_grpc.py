@@ -41,6 +41,11 @@ class AdminServiceStub:
                 request_serializer=forebay_dot_v1_dot_admin__pb2.GetFleetRequest.SerializeToString,
                 response_deserializer=forebay_dot_v1_dot_admin__pb2.GetFleetResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/forebay.v1.AdminService/Drain',
+                request_serializer=forebay_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.ListOrgs = channel.unary_unary(
                 '/forebay.v1.AdminService/ListOrgs',
                 request_serializer=forebay_dot_v1_dot_admin__pb2.ListOrgsRequest.SerializeToString,
@@ -95,6 +100,14 @@ class AdminServiceServicer:
 
     def GetFleet(self, request, context):
         """Lists workers with their last heartbeat, and the queue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Takes a worker, or all of a node, out of service: no new work goes there, and what runs has FOREBAY_DRAIN_SECONDS before it moves. Or puts it
+        back. Holds over restarts of workers and schedulers. NOT_FOUND: no worker or node of that name is known, or it isn't drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,6 +184,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=forebay_dot_v1_dot_admin__pb2.GetFleetRequest.FromString,
                     response_serializer=forebay_dot_v1_dot_admin__pb2.GetFleetResponse.SerializeToString,
             ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=forebay_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
             'ListOrgs': grpc.unary_unary_rpc_method_handler(
                     servicer.ListOrgs,
                     request_deserializer=forebay_dot_v1_dot_admin__pb2.ListOrgsRequest.FromString,
@@ -246,6 +264,33 @@ class AdminService:
             '/forebay.v1.AdminService/GetFleet',
             forebay_dot_v1_dot_admin__pb2.GetFleetRequest.SerializeToString,
             forebay_dot_v1_dot_admin__pb2.GetFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.AdminService/Drain',
+            forebay_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            forebay_dot_v1_dot_admin__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

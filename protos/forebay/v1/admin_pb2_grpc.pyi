@@ -37,6 +37,10 @@ class AdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     GetFleet: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetFleetRequest, _admin_pb2.GetFleetResponse]
     """Lists workers with their last heartbeat, and the queue."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
+    """Takes a worker, or all of a node, out of service: no new work goes there, and what runs has FOREBAY_DRAIN_SECONDS before it moves. Or puts it
+    back. Holds over restarts of workers and schedulers. NOT_FOUND: no worker or node of that name is known, or it isn't drained.
+    """
     ListOrgs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListOrgsRequest, _admin_pb2.ListOrgsResponse]
     """Policies of every org that the policy file or an operator names."""
     SetOrg: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetOrgRequest, _admin_pb2.SetOrgResponse]
@@ -65,6 +69,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetFleet: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetFleetRequest, _admin_pb2.GetFleetResponse]  # type: ignore[assignment]
     """Lists workers with their last heartbeat, and the queue."""
+    Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
+    """Takes a worker, or all of a node, out of service: no new work goes there, and what runs has FOREBAY_DRAIN_SECONDS before it moves. Or puts it
+    back. Holds over restarts of workers and schedulers. NOT_FOUND: no worker or node of that name is known, or it isn't drained.
+    """
     ListOrgs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListOrgsRequest, _admin_pb2.ListOrgsResponse]  # type: ignore[assignment]
     """Policies of every org that the policy file or an operator names."""
     SetOrg: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetOrgRequest, _admin_pb2.SetOrgResponse]  # type: ignore[assignment]
@@ -96,6 +104,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetFleetResponse, _abc.Awaitable[_admin_pb2.GetFleetResponse]]:
         """Lists workers with their last heartbeat, and the queue."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
+        """Takes a worker, or all of a node, out of service: no new work goes there, and what runs has FOREBAY_DRAIN_SECONDS before it moves. Or puts it
+        back. Holds over restarts of workers and schedulers. NOT_FOUND: no worker or node of that name is known, or it isn't drained.
+        """
 
     @_abc_1.abstractmethod
     def ListOrgs(

@@ -26,7 +26,7 @@ from forebay.v1 import explain_pb2 as forebay_dot_v1_dot_explain__pb2
 from forebay.v1 import types_pb2 as forebay_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66orebay/v1/scheduler.proto\x12\nforebay.v1\x1a\x18\x66orebay/v1/explain.proto\x1a\x16\x66orebay/v1/types.proto\"\'\n\x13\x41uthenticateRequest\x12\x10\n\x08key_hash\x18\x01 \x01(\x0c\"V\n\x14\x41uthenticateResponse\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0b\n\x03org\x18\x02 \x01(\t\x12\r\n\x05roles\x18\x03 \x03(\t\x12\x12\n\nexpires_at\x18\x04 \x01(\x01\"\x1c\n\rGetOrgRequest\x12\x0b\n\x03org\x18\x01 \x01(\t\"7\n\x0eGetOrgResponse\x12%\n\x06policy\x18\x01 \x01(\x0b\x32\x15.forebay.v1.OrgPolicy\"\x94\x02\n\x06Ticket\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03org\x18\x02 \x01(\t\x12/\n\rlatency_class\x18\x03 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmodel_version\x18\x05 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\x05\x12\x12\n\nmax_tokens\x18\x07 \x01(\x05\x12\t\n\x01n\x18\x08 \x01(\x05\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\t \x01(\x01\x12\x14\n\x0c\x62lock_hashes\x18\n \x03(\x0c\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x13\n\x0bhash_tokens\x18\x0c \x01(\x05\"~\n\x0cPlaceRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.forebay.v1.Ticket\x12\x18\n\x10\x65xcluded_workers\x18\x02 \x03(\t\x12\x12\n\nlost_epoch\x18\x03 \x01(\x03\x12\x1c\n\x14num_delivered_tokens\x18\x04 \x01(\x05\"c\n\rPlaceResponse\x12$\n\x06queued\x18\x01 \x01(\x0b\x32\x12.forebay.v1.QueuedH\x00\x12#\n\x06placed\x18\x02 \x01(\x0b\x32\x11.forebay.v1.LeaseH\x00\x42\x07\n\x05\x65vent\"/\n\x06Queued\x12\x10\n\x08position\x18\x01 \x01(\x05\x12\x13\n\x0b\x65ta_seconds\x18\x02 \x01(\x01\"\x84\x02\n\x05Lease\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x16\n\x0equeued_seconds\x18\x06 \x01(\x01\x12\x1b\n\x13ttft_target_seconds\x18\x07 \x01(\x01\x12\x1b\n\x13tpot_target_seconds\x18\x08 \x01(\x01\x12%\n\x05quota\x18\t \x01(\x0b\x32\x16.forebay.v1.QuotaState\x12&\n\x08\x64\x65\x63ision\x18\n \x01(\x0b\x32\x14.forebay.v1.Decision\"\xf5\x01\n\rFinishRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.forebay.v1.Usage\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.forebay.v1.FinishReason\x12\x13\n\x0bstatus_code\x18\x05 \x01(\x05\x12\x14\n\x0cttft_seconds\x18\x06 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x07 \x01(\x01\x12,\n\x0b\x65xplanation\x18\x08 \x01(\x0b\x32\x17.forebay.v1.Explanation\"\x1f\n\x0e\x46inishResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x08\"n\n\rAttachRequest\x12(\n\x08register\x18\x01 \x01(\x0b\x32\x14.forebay.v1.RegisterH\x00\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.forebay.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"\xc9\x01\n\x08Register\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\'\n\x06models\x18\x06 \x03(\x0b\x32\x17.forebay.v1.WorkerModel\x12\x15\n\rmax_sequences\x18\x07 \x01(\x05\x12\x0e\n\x06region\x18\x08 \x01(\t\x12\x13\n\x0bmax_waiting\x18\t \x01(\x05\"\x91\x01\n\x0bWorkerModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x12\n\nnum_blocks\x18\x04 \x01(\x05\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x0e\n\x06loaded\x18\x06 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\"\xf5\x03\n\tHeartbeat\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x03\x12)\n\x06leases\x18\x02 \x03(\x0b\x32\x19.forebay.v1.LeaseProgress\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\x05\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\x05\x12\x13\n\x0bnum_running\x18\x05 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\x05\x12\x13\n\x0butilization\x18\x07 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x08 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\t \x01(\x01\x12\x19\n\x11memory_used_bytes\x18\n \x01(\x03\x12\x1a\n\x12memory_total_bytes\x18\x0b \x01(\x03\x12 \n\x13temperature_celsius\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0bpower_watts\x18\r \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12\x0f\n\x07healthy\x18\x0f \x01(\x08\x12+\n\x0b\x63lass_usage\x18\x10 \x03(\x0b\x32\x16.forebay.v1.ClassUsage\x12\x15\n\rloaded_models\x18\x11 \x03(\tB\x16\n\x14_temperature_celsiusB\x0e\n\x0c_power_watts\"d\n\nClassUsage\x12/\n\rlatency_class\x18\x01 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\x11\n\tnum_slots\x18\x02 \x01(\x05\x12\x12\n\nnum_blocks\x18\x03 \x01(\x05\"a\n\rLeaseProgress\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\x05\x12\x12\n\nnum_blocks\x18\x04 \x01(\x05\"o\n\x0e\x41ttachResponse\x12,\n\nregistered\x18\x01 \x01(\x0b\x32\x16.forebay.v1.RegisteredH\x00\x12$\n\x06revoke\x18\x02 \x01(\x0b\x32\x12.forebay.v1.RevokeH\x00\x42\t\n\x07\x63ommand\"\"\n\nRegistered\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\"3\n\x06Revoke\x12)\n\x06leases\x18\x01 \x03(\x0b\x32\x19.forebay.v1.LeaseProgress2\xec\x02\n\x10SchedulerService\x12>\n\x05Place\x12\x18.forebay.v1.PlaceRequest\x1a\x19.forebay.v1.PlaceResponse0\x01\x12?\n\x06\x46inish\x12\x19.forebay.v1.FinishRequest\x1a\x1a.forebay.v1.FinishResponse\x12\x43\n\x06\x41ttach\x12\x19.forebay.v1.AttachRequest\x1a\x1a.forebay.v1.AttachResponse(\x01\x30\x01\x12Q\n\x0c\x41uthenticate\x12\x1f.forebay.v1.AuthenticateRequest\x1a .forebay.v1.AuthenticateResponse\x12?\n\x06GetOrg\x12\x19.forebay.v1.GetOrgRequest\x1a\x1a.forebay.v1.GetOrgResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66orebay/v1/scheduler.proto\x12\nforebay.v1\x1a\x18\x66orebay/v1/explain.proto\x1a\x16\x66orebay/v1/types.proto\"\'\n\x13\x41uthenticateRequest\x12\x10\n\x08key_hash\x18\x01 \x01(\x0c\"V\n\x14\x41uthenticateResponse\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0b\n\x03org\x18\x02 \x01(\t\x12\r\n\x05roles\x18\x03 \x03(\t\x12\x12\n\nexpires_at\x18\x04 \x01(\x01\"\x1c\n\rGetOrgRequest\x12\x0b\n\x03org\x18\x01 \x01(\t\"7\n\x0eGetOrgResponse\x12%\n\x06policy\x18\x01 \x01(\x0b\x32\x15.forebay.v1.OrgPolicy\"\x94\x02\n\x06Ticket\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03org\x18\x02 \x01(\t\x12/\n\rlatency_class\x18\x03 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmodel_version\x18\x05 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\x05\x12\x12\n\nmax_tokens\x18\x07 \x01(\x05\x12\t\n\x01n\x18\x08 \x01(\x05\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\t \x01(\x01\x12\x14\n\x0c\x62lock_hashes\x18\n \x03(\x0c\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x13\n\x0bhash_tokens\x18\x0c \x01(\x05\"\xa7\x01\n\x0cPlaceRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.forebay.v1.Ticket\x12\x18\n\x10\x65xcluded_workers\x18\x02 \x03(\t\x12\x12\n\nlost_epoch\x18\x03 \x01(\x03\x12\x1c\n\x14num_delivered_tokens\x18\x04 \x01(\x05\x12\'\n\x07\x61waited\x18\x05 \x03(\x0b\x32\x16.forebay.v1.DeadWorker\"4\n\nDeadWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"c\n\rPlaceResponse\x12$\n\x06queued\x18\x01 \x01(\x0b\x32\x12.forebay.v1.QueuedH\x00\x12#\n\x06placed\x18\x02 \x01(\x0b\x32\x11.forebay.v1.LeaseH\x00\x42\x07\n\x05\x65vent\"/\n\x06Queued\x12\x10\n\x08position\x18\x01 \x01(\x05\x12\x13\n\x0b\x65ta_seconds\x18\x02 \x01(\x01\"\x84\x02\n\x05Lease\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x16\n\x0equeued_seconds\x18\x06 \x01(\x01\x12\x1b\n\x13ttft_target_seconds\x18\x07 \x01(\x01\x12\x1b\n\x13tpot_target_seconds\x18\x08 \x01(\x01\x12%\n\x05quota\x18\t \x01(\x0b\x32\x16.forebay.v1.QuotaState\x12&\n\x08\x64\x65\x63ision\x18\n \x01(\x0b\x32\x14.forebay.v1.Decision\"\xf5\x01\n\rFinishRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.forebay.v1.Usage\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.forebay.v1.FinishReason\x12\x13\n\x0bstatus_code\x18\x05 \x01(\x05\x12\x14\n\x0cttft_seconds\x18\x06 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x07 \x01(\x01\x12,\n\x0b\x65xplanation\x18\x08 \x01(\x0b\x32\x17.forebay.v1.Explanation\"\x1f\n\x0e\x46inishResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x08\"n\n\rAttachRequest\x12(\n\x08register\x18\x01 \x01(\x0b\x32\x14.forebay.v1.RegisterH\x00\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.forebay.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"\xf2\x01\n\x08Register\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\'\n\x06models\x18\x06 \x03(\x0b\x32\x17.forebay.v1.WorkerModel\x12\x15\n\rmax_sequences\x18\x07 \x01(\x05\x12\x0e\n\x06region\x18\x08 \x01(\t\x12\x13\n\x0bmax_waiting\x18\t \x01(\x05\x12\'\n\tdied_with\x18\n \x03(\x0b\x32\x14.forebay.v1.InFlight\"H\n\x08InFlight\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\x05\"\x91\x01\n\x0bWorkerModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x12\n\nnum_blocks\x18\x04 \x01(\x05\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x0e\n\x06loaded\x18\x06 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\"\x86\x04\n\tHeartbeat\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x03\x12)\n\x06leases\x18\x02 \x03(\x0b\x32\x19.forebay.v1.LeaseProgress\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\x05\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\x05\x12\x13\n\x0bnum_running\x18\x05 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\x05\x12\x13\n\x0butilization\x18\x07 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x08 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\t \x01(\x01\x12\x19\n\x11memory_used_bytes\x18\n \x01(\x03\x12\x1a\n\x12memory_total_bytes\x18\x0b \x01(\x03\x12 \n\x13temperature_celsius\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0bpower_watts\x18\r \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12\x0f\n\x07healthy\x18\x0f \x01(\x08\x12+\n\x0b\x63lass_usage\x18\x10 \x03(\x0b\x32\x16.forebay.v1.ClassUsage\x12\x15\n\rloaded_models\x18\x11 \x03(\t\x12\x0f\n\x07\x64rained\x18\x12 \x01(\x08\x42\x16\n\x14_temperature_celsiusB\x0e\n\x0c_power_watts\"d\n\nClassUsage\x12/\n\rlatency_class\x18\x01 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\x11\n\tnum_slots\x18\x02 \x01(\x05\x12\x12\n\nnum_blocks\x18\x03 \x01(\x05\"a\n\rLeaseProgress\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\x05\x12\x12\n\nnum_blocks\x18\x04 \x01(\x05\"\x93\x01\n\x0e\x41ttachResponse\x12,\n\nregistered\x18\x01 \x01(\x0b\x32\x16.forebay.v1.RegisteredH\x00\x12$\n\x06revoke\x18\x02 \x01(\x0b\x32\x12.forebay.v1.RevokeH\x00\x12\"\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x11.forebay.v1.DrainH\x00\x42\t\n\x07\x63ommand\"\"\n\nRegistered\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\"\x16\n\x05\x44rain\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\"3\n\x06Revoke\x12)\n\x06leases\x18\x01 \x03(\x0b\x32\x19.forebay.v1.LeaseProgress2\xec\x02\n\x10SchedulerService\x12>\n\x05Place\x12\x18.forebay.v1.PlaceRequest\x1a\x19.forebay.v1.PlaceResponse0\x01\x12?\n\x06\x46inish\x12\x19.forebay.v1.FinishRequest\x1a\x1a.forebay.v1.FinishResponse\x12\x43\n\x06\x41ttach\x12\x19.forebay.v1.AttachRequest\x1a\x1a.forebay.v1.AttachResponse(\x01\x30\x01\x12Q\n\x0c\x41uthenticate\x12\x1f.forebay.v1.AuthenticateRequest\x1a .forebay.v1.AuthenticateResponse\x12?\n\x06GetOrg\x12\x19.forebay.v1.GetOrgRequest\x1a\x1a.forebay.v1.GetOrgResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,36 +43,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETORGRESPONSE']._serialized_end=306
   _globals['_TICKET']._serialized_start=309
   _globals['_TICKET']._serialized_end=585
-  _globals['_PLACEREQUEST']._serialized_start=587
-  _globals['_PLACEREQUEST']._serialized_end=713
-  _globals['_PLACERESPONSE']._serialized_start=715
-  _globals['_PLACERESPONSE']._serialized_end=814
-  _globals['_QUEUED']._serialized_start=816
-  _globals['_QUEUED']._serialized_end=863
-  _globals['_LEASE']._serialized_start=866
-  _globals['_LEASE']._serialized_end=1126
-  _globals['_FINISHREQUEST']._serialized_start=1129
-  _globals['_FINISHREQUEST']._serialized_end=1374
-  _globals['_FINISHRESPONSE']._serialized_start=1376
-  _globals['_FINISHRESPONSE']._serialized_end=1407
-  _globals['_ATTACHREQUEST']._serialized_start=1409
-  _globals['_ATTACHREQUEST']._serialized_end=1519
-  _globals['_REGISTER']._serialized_start=1522
-  _globals['_REGISTER']._serialized_end=1723
-  _globals['_WORKERMODEL']._serialized_start=1726
-  _globals['_WORKERMODEL']._serialized_end=1871
-  _globals['_HEARTBEAT']._serialized_start=1874
-  _globals['_HEARTBEAT']._serialized_end=2375
-  _globals['_CLASSUSAGE']._serialized_start=2377
-  _globals['_CLASSUSAGE']._serialized_end=2477
-  _globals['_LEASEPROGRESS']._serialized_start=2479
-  _globals['_LEASEPROGRESS']._serialized_end=2576
-  _globals['_ATTACHRESPONSE']._serialized_start=2578
-  _globals['_ATTACHRESPONSE']._serialized_end=2689
-  _globals['_REGISTERED']._serialized_start=2691
-  _globals['_REGISTERED']._serialized_end=2725
-  _globals['_REVOKE']._serialized_start=2727
-  _globals['_REVOKE']._serialized_end=2778
-  _globals['_SCHEDULERSERVICE']._serialized_start=2781
-  _globals['_SCHEDULERSERVICE']._serialized_end=3145
+  _globals['_PLACEREQUEST']._serialized_start=588
+  _globals['_PLACEREQUEST']._serialized_end=755
+  _globals['_DEADWORKER']._serialized_start=757
+  _globals['_DEADWORKER']._serialized_end=809
+  _globals['_PLACERESPONSE']._serialized_start=811
+  _globals['_PLACERESPONSE']._serialized_end=910
+  _globals['_QUEUED']._serialized_start=912
+  _globals['_QUEUED']._serialized_end=959
+  _globals['_LEASE']._serialized_start=962
+  _globals['_LEASE']._serialized_end=1222
+  _globals['_FINISHREQUEST']._serialized_start=1225
+  _globals['_FINISHREQUEST']._serialized_end=1470
+  _globals['_FINISHRESPONSE']._serialized_start=1472
+  _globals['_FINISHRESPONSE']._serialized_end=1503
+  _globals['_ATTACHREQUEST']._serialized_start=1505
+  _globals['_ATTACHREQUEST']._serialized_end=1615
+  _globals['_REGISTER']._serialized_start=1618
+  _globals['_REGISTER']._serialized_end=1860
+  _globals['_INFLIGHT']._serialized_start=1862
+  _globals['_INFLIGHT']._serialized_end=1934
+  _globals['_WORKERMODEL']._serialized_start=1937
+  _globals['_WORKERMODEL']._serialized_end=2082
+  _globals['_HEARTBEAT']._serialized_start=2085
+  _globals['_HEARTBEAT']._serialized_end=2603
+  _globals['_CLASSUSAGE']._serialized_start=2605
+  _globals['_CLASSUSAGE']._serialized_end=2705
+  _globals['_LEASEPROGRESS']._serialized_start=2707
+  _globals['_LEASEPROGRESS']._serialized_end=2804
+  _globals['_ATTACHRESPONSE']._serialized_start=2807
+  _globals['_ATTACHRESPONSE']._serialized_end=2954
+  _globals['_REGISTERED']._serialized_start=2956
+  _globals['_REGISTERED']._serialized_end=2990
+  _globals['_DRAIN']._serialized_start=2992
+  _globals['_DRAIN']._serialized_end=3014
+  _globals['_REVOKE']._serialized_start=3016
+  _globals['_REVOKE']._serialized_end=3067
+  _globals['_SCHEDULERSERVICE']._serialized_start=3070
+  _globals['_SCHEDULERSERVICE']._serialized_end=3434
 # @@protoc_insertion_point(module_scope)

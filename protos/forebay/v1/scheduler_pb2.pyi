@@ -204,6 +204,7 @@ class PlaceRequest(_message.Message):
     EXCLUDED_WORKERS_FIELD_NUMBER: _builtins.int
     LOST_EPOCH_FIELD_NUMBER: _builtins.int
     NUM_DELIVERED_TOKENS_FIELD_NUMBER: _builtins.int
+    AWAITED_FIELD_NUMBER: _builtins.int
     lost_epoch: _builtins.int
     """The epoch whose worker was lost or refused; 0 at first. That lease is ended before the new placement."""
     num_delivered_tokens: _builtins.int
@@ -216,6 +217,12 @@ class PlaceRequest(_message.Message):
     def excluded_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that this gateway could not reach lately."""
 
+    @_builtins.property
+    def awaited(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeadWorker]:
+        """Workers that died one after another while they ran this request, the second before it came behind the place where the first died. It
+        waits until they have registered anew and said what their last steps held, or for 10 s. Empty: it waits for nobody's word.
+        """
+
     def __init__(
         self,
         *,
@@ -223,14 +230,41 @@ class PlaceRequest(_message.Message):
         excluded_workers: _abc.Iterable[_builtins.str] | None = ...,
         lost_epoch: _builtins.int = ...,
         num_delivered_tokens: _builtins.int = ...,
+        awaited: _abc.Iterable[Global___DeadWorker] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_workers", b"excluded_workers", "lost_epoch", b"lost_epoch", "num_delivered_tokens", b"num_delivered_tokens", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "excluded_workers", b"excluded_workers", "lost_epoch", b"lost_epoch", "num_delivered_tokens", b"num_delivered_tokens", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlaceRequest: _TypeAlias = PlaceRequest  # noqa: Y015
+
+@_typing.final
+class DeadWorker(_message.Message):
+    """A start of a worker that is no more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's id."""
+    incarnation: _builtins.str
+    """Its registration."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeadWorker: _TypeAlias = DeadWorker  # noqa: Y015
 
 @_typing.final
 class PlaceResponse(_message.Message):
@@ -475,6 +509,7 @@ class Register(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     REGION_FIELD_NUMBER: _builtins.int
     MAX_WAITING_FIELD_NUMBER: _builtins.int
+    DIED_WITH_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker: one device, or one tensor-parallel group."""
     incarnation: _builtins.str
@@ -495,6 +530,10 @@ class Register(_message.Message):
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerModel]:
         """What it serves."""
 
+    @_builtins.property
+    def died_with(self) -> _containers.RepeatedCompositeFieldContainer[Global___InFlight]:
+        """What was in the step during which this worker's last start died; empty where it died otherwise, or nothing is known."""
+
     def __init__(
         self,
         *,
@@ -507,14 +546,45 @@ class Register(_message.Message):
         max_sequences: _builtins.int = ...,
         region: _builtins.str = ...,
         max_waiting: _builtins.int = ...,
+        died_with: _abc.Iterable[Global___InFlight] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "incarnation", b"incarnation", "max_sequences", b"max_sequences", "max_waiting", b"max_waiting", "models", b"models", "node_id", b"node_id", "region", b"region", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "died_with", b"died_with", "incarnation", b"incarnation", "max_sequences", b"max_sequences", "max_waiting", b"max_waiting", "models", b"models", "node_id", b"node_id", "region", b"region", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Register: _TypeAlias = Register  # noqa: Y015
+
+@_typing.final
+class InFlight(_message.Message):
+    """A request in a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request."""
+    epoch: _builtins.int
+    """Its epoch."""
+    num_output_tokens: _builtins.int
+    """Output tokens that it had before the step, of the choice that had most."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_output_tokens", b"num_output_tokens", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InFlight: _TypeAlias = InFlight  # noqa: Y015
 
 @_typing.final
 class WorkerModel(_message.Message):
@@ -585,6 +655,7 @@ class Heartbeat(_message.Message):
     HEALTHY_FIELD_NUMBER: _builtins.int
     CLASS_USAGE_FIELD_NUMBER: _builtins.int
     LOADED_MODELS_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Counts up from 1 in one incarnation."""
     num_used_blocks: _builtins.int
@@ -613,6 +684,8 @@ class Heartbeat(_message.Message):
     """No new work, please: it is leaving."""
     healthy: _builtins.bool
     """False when the step loop has work and makes no progress."""
+    drained: _builtins.bool
+    """It is out of service by an operator's word, as Drain brought it."""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseProgress]:
         """Every lease that it works on, with its progress. A lease not listed is not there."""
@@ -645,10 +718,11 @@ class Heartbeat(_message.Message):
         healthy: _builtins.bool = ...,
         class_usage: _abc.Iterable[Global___ClassUsage] | None = ...,
         loaded_models: _abc.Iterable[_builtins.str] | None = ...,
+        drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "power_watts", b"power_watts", "temperature_celsius", b"temperature_celsius"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "class_usage", b"class_usage", "draining", b"draining", "healthy", b"healthy", "leases", b"leases", "loaded_models", b"loaded_models", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "num_cached_blocks", b"num_cached_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "power_watts", b"power_watts", "sequence_number", b"sequence_number", "step_seconds", b"step_seconds", "temperature_celsius", b"temperature_celsius", "tokens_per_second", b"tokens_per_second", "utilization", b"utilization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "class_usage", b"class_usage", "drained", b"drained", "draining", b"draining", "healthy", b"healthy", "leases", b"leases", "loaded_models", b"loaded_models", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "num_cached_blocks", b"num_cached_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "power_watts", b"power_watts", "sequence_number", b"sequence_number", "step_seconds", b"step_seconds", "temperature_celsius", b"temperature_celsius", "tokens_per_second", b"tokens_per_second", "utilization", b"utilization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__power_watts: _TypeAlias = _typing.Literal["power_watts"]  # noqa: Y015
     _WhichOneofArgType__power_watts: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts"]  # noqa: Y015
@@ -733,6 +807,7 @@ class AttachResponse(_message.Message):
 
     REGISTERED_FIELD_NUMBER: _builtins.int
     REVOKE_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registered(self) -> Global___Registered:
         """The registration stands."""
@@ -741,17 +816,22 @@ class AttachResponse(_message.Message):
     def revoke(self) -> Global___Revoke:
         """Stop working on these: the lease has ended or moved."""
 
+    @_builtins.property
+    def drain(self) -> Global___Drain:
+        """An operator has taken it out of service, or put it back."""
+
     def __init__(
         self,
         *,
         registered: Global___Registered | None = ...,
         revoke: Global___Revoke | None = ...,
+        drain: Global___Drain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "registered", b"registered", "revoke", b"revoke"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "registered", b"registered", "revoke", b"revoke"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "registered", b"registered", "revoke", b"revoke"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "registered", b"registered", "revoke", b"revoke"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["registered", "revoke"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["registered", "revoke", "drain"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -778,6 +858,28 @@ class Registered(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Registered: _TypeAlias = Registered  # noqa: Y015
+
+@_typing.final
+class Drain(_message.Message):
+    """Whether a worker is out of service."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAIN_FIELD_NUMBER: _builtins.int
+    drain: _builtins.bool
+    """True: take no new work, and send away what outlasts FOREBAY_DRAIN_SECONDS. False: go on as before."""
+    def __init__(
+        self,
+        *,
+        drain: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
 class Revoke(_message.Message):

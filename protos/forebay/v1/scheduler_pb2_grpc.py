@@ -71,7 +71,7 @@ class SchedulerServiceServicer:
         second), then one Placed, then the end. Dropping the stream before Placed withdraws the ticket. Idempotent by request id:
         placing again a ticket that is placed already answers the same lease, unless its epoch is named as lost.
         DEADLINE_EXCEEDED: the deadline passed in the queue. UNAVAILABLE + RetryInfo: no worker serves the model, or the queue is full.
-        INVALID_ARGUMENT: no worker could ever hold it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
+        INVALID_ARGUMENT: no worker could ever hold it; or, with the reason QUARANTINED, workers die of it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
         concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

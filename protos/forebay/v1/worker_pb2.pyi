@@ -41,6 +41,7 @@ class WorkerServiceGenerateRequest(_message.Message):
     TTFT_TARGET_SECONDS_FIELD_NUMBER: _builtins.int
     TPOT_TARGET_SECONDS_FIELD_NUMBER: _builtins.int
     WAITED_SECONDS_FIELD_NUMBER: _builtins.int
+    SUSPECT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     epoch: _builtins.int
@@ -63,6 +64,10 @@ class WorkerServiceGenerateRequest(_message.Message):
     """The class's target for each further token; 0: none."""
     waited_seconds: _builtins.float
     """Seconds since the gateway's first sight of the request."""
+    suspect: _builtins.bool
+    """A worker died while it ran this request. Until it is well behind that place, no step has another such request in it, so that it shows
+    whether it was this one.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -97,10 +102,11 @@ class WorkerServiceGenerateRequest(_message.Message):
         ttft_target_seconds: _builtins.float = ...,
         tpot_target_seconds: _builtins.float = ...,
         waited_seconds: _builtins.float = ...,
+        suspect: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "epoch", b"epoch", "finished_choices", b"finished_choices", "incarnation", b"incarnation", "latency_class", b"latency_class", "model", b"model", "model_version", b"model_version", "org", b"org", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tpot_target_seconds", b"tpot_target_seconds", "ttft_target_seconds", b"ttft_target_seconds", "waited_seconds", b"waited_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "epoch", b"epoch", "finished_choices", b"finished_choices", "incarnation", b"incarnation", "latency_class", b"latency_class", "model", b"model", "model_version", b"model_version", "org", b"org", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "suspect", b"suspect", "tpot_target_seconds", b"tpot_target_seconds", "ttft_target_seconds", b"ttft_target_seconds", "waited_seconds", b"waited_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

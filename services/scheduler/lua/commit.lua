@@ -3,11 +3,17 @@
 -- ARGV: 1 request id, 2 worker id, 3 incarnation, 4 address, 5 slots, 6 blocks, 7 slots in all, 8 blocks in all,
 --       9 lowest class whose holdings count against this one (3: all), 10 scheduler instance, 11 blocks that the org may hold,
 --       12 tokens of the prompt, 13 output tokens expected, 14 the org's weight, 15 why it goes there (JSON)
--- Output: {'placed', lease...} | {'refused', why: ticket, deadline, incarnation, down, refusing, room or share}
+-- Output: {'placed', lease...} | {'refused', why: ticket, deadline, suspect, incarnation, down, refusing, room or share}
+local AWAIT_MS = 10000  -- so long a request that workers may die of waits for those to come back and say so
 local id = ARGV[1]
 local t = read_ticket(id)
 if not t or t.state ~= 'queued' then return {'refused', 'ticket'} end
 if tonumber(t.deadline or NOW) <= NOW then return {'refused', 'deadline'} end
+if t.awaits and NOW - tonumber(t.asked or 0) < AWAIT_MS then
+  for _, dead in ipairs(cjson.decode(t.awaits)) do
+    if redis.call('HGET', K.worker .. dead[1], 'incarnation') == dead[2] then return {'refused', 'suspect'} end
+  end
+end
 
 local w = redis.call('HMGET', KEYS[2], 'incarnation', 'down', 'refusing', org_field(t), 'slots:0', 'slots:1', 'slots:2', 'slots:3',
                      'blocks:0', 'blocks:1', 'blocks:2', 'blocks:3')

@@ -9,7 +9,7 @@ end
 
 local FIELDS = {'state', 'epoch', 'order', 'enqueued', 'deadline', 'holder', 'queue', 'line', 'class', 'worker', 'incarnation',
                 'address', 'slots', 'blocks', 'counted_slots', 'counted_blocks', 'started', 'reason', 'tokens', 'placed',
-                'delivered', 'given', 'expected', 'weight', 'decision'}
+                'delivered', 'given', 'expected', 'weight', 'decision', 'awaits', 'asked'}
 
 -- The ticket's fields by name, or nil if there is no such ticket. Numbers are still strings.
 local function read_ticket(id)

@@ -3,8 +3,9 @@
 -- KEYS: 1 ticket
 -- ARGV: 1 request id, 2 spec (JSON), 3 queue, 4 line, 5 class, 6 deadline (ms from now), 7 holder, 8 excluded workers (JSON),
 --       9 lost epoch, 10 tokens delivered, 11 order if the caller knows it from before, else 0, 12 most tickets waiting for the model,
---       13 scheduler instance, 14 quota (JSON, see reserve; also prompt: tokens in it), 15.. lines of the model, the least urgent first
--- Output: {'queued', quota state, order, ms waited, ms left} | {'placed', quota state, lease...} | {'finished'} | {'expired'} |
+--       13 scheduler instance, 14 quota (JSON, see reserve; also prompt: tokens in it), 15 dead workers whose word it awaits
+--       (JSON: [[worker, incarnation], ...]), 16.. lines of the model, the least urgent first
+-- Output: {'queued', quota state, order, ms waited, ms left} | {'placed', quota state, lease...} | {'finished'} | {'expired'} | {'quarantined'} |
 --         {'full', tickets waiting for the model} | {'shed', the same} | {'over', quota state, kinds, ms until the buckets have enough}
 local id, queue, line, lost, known, most = ARGV[1], ARGV[3], ARGV[4], tonumber(ARGV[9]), tonumber(ARGV[11]), tonumber(ARGV[12])
 local org, quota = cjson.decode(queue)[3], cjson.decode(ARGV[14])
@@ -12,7 +13,7 @@ local t = read_ticket(id)
 
 -- Tickets waiting for the model, whether one more may, and who is put out for it: the newest of the least urgent class below this one.
 local function find_room()
-  local lines, depth = {unpack(ARGV, 15)}, 0
+  local lines, depth = {unpack(ARGV, 16)}, 0
   for _, name in ipairs(lines) do depth = depth + tonumber(redis.call('HGET', K.waiting, name) or 0) end
   if depth < most then return depth, true end
   for _, name in ipairs(lines) do
@@ -43,6 +44,8 @@ if t and t.state == 'placed' then
   t.state = 'lost'
 elseif t and t.state == 'ended' and t.reason == 'finished' then
   return {'finished'}
+elseif t and t.state == 'ended' and t.reason == 'quarantined' then
+  return {'quarantined'}
 elseif t and t.reason == 'shed' and known > 0 then
   return {'shed', most}  -- Its stream has not heard of it.
 elseif known == 0 and lost == 0 and (not t or t.reason == 'shed') then
@@ -75,7 +78,7 @@ local epoch = math.max(lost, t and tonumber(t.epoch) or 0)
 
 redis.call('HSET', KEYS[1], 'spec', ARGV[2], 'queue', queue, 'line', line, 'class', ARGV[5], 'deadline', int(deadline), 'holder', ARGV[7],
            'excluded', ARGV[8], 'asked', int(NOW), 'delivered', ARGV[10], 'order', int(order), 'enqueued', int(enqueued), 'epoch', int(epoch), 'started', 0, 'tokens', 0,
-           'prompt', int(quota.prompt), 'reserved', int(quota.tokens), 'quota', ARGV[14])
+           'awaits', ARGV[15], 'prompt', int(quota.prompt), 'reserved', int(quota.tokens), 'quota', ARGV[14])
 if t and t.state == 'queued' then
   redis.call('ZADD', K.held, NOW, id)
   redis.call('ZADD', K.deadlines, int(deadline), id)

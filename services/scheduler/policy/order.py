@@ -27,6 +27,8 @@ class Ticket:
     order: int = 0
     num_delivered_tokens: int = 0
     excluded_workers: frozenset[str] = frozenset()
+    awaited: tuple[tuple[str, str], ...] = ()
+    """(worker, incarnation) of dead workers that must have said what they died with before it is placed."""
     asked_seconds: float = 0.0
     """Since its gateway asked, and named the workers that it can't reach."""
     waited_seconds: float = 0.0

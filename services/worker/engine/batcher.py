@@ -124,8 +124,12 @@ class Batcher:
         limits = deadlines.limits(running, self._newcomers, self.config.max_step_tokens, self.step_time, now)
         order = deadlines.in_order(running, self._step_seconds, now)
         kept_back = deadlines.kept_back(order)
+        suspect: str | None = None  # the one request of its kind in this step
         spans: list[Span] = []
-        for sequence in order:
+        for sequence in _suspects_in_turn(order):
+            if sequence.is_suspect and suspect not in (None, sequence.request_id):
+                sequence.num_skips += 1
+                continue
             if self.tables.bring_back(sequence):
                 continue
             must = not spans or sequence.num_skips >= deadlines.MAX_SKIPS
@@ -133,6 +137,7 @@ class Batcher:
             sequence.num_skips = sequence.num_skips + 1 if span is None else 0
             if span is not None:
                 spans.append(span)
+                suspect = sequence.request_id if sequence.is_suspect else suspect
         return tuple(spans)
 
     def _make_room_for_drafts(self, spans: Seq[Span], budget: Budget) -> tuple[int, ...]:
@@ -228,6 +233,12 @@ class Batcher:
         """Asserts what must hold between steps; when idle, that no block is referenced."""
         self.queue.check_integrity()
         self.tables.check_integrity([*self.queue.running, *self.queue.waiting])
+
+
+def _suspects_in_turn(order: list[Sequence]) -> list[Sequence]:
+    """The same order, but for those that a worker may have died of: they go by how long they were left out, as there is one in a step."""
+    turns = iter(sorted((sequence for sequence in order if sequence.is_suspect), key=lambda sequence: -sequence.num_skips))
+    return [next(turns) if sequence.is_suspect else sequence for sequence in order]
 
 
 def _tell_chunk(span: Span, output: TokenOutput, now: float) -> None:

@@ -13,6 +13,7 @@ from services.worker.engine.batch import Batch, Runner, SpanResult
 from services.worker.engine.batcher import Batcher
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.request import (
+    LATENCY_CLASSES,
     EngineRequest,
     FinishReason,
     InvalidRequest,
@@ -27,6 +28,7 @@ from services.worker.engine.request import (
 from services.worker.engine.speculation.model_drafter import ModelDrafter
 from services.worker.engine.speculation.speculator import SpeculationCounters, Speculator
 from services.worker.engine.speculation.suffix_drafter import SuffixDrafter
+from services.worker.engine.step_time import Load
 
 __all__ = [
     "Engine",
@@ -136,6 +138,17 @@ class Engine:
         """True while a step would do or say something."""
         return self.batcher.has_work
 
+    @property
+    def most_urgent_class(self) -> int:
+        """Of the live requests; batch where there is none."""
+        return min((group.request.latency_class for group in self.batcher.queue.requests.values()), default=LATENCY_CLASSES[-1])
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """(computed, generated) since the start; recomputed ones count again."""
+        counters = self.batcher.counters
+        return counters.computed_tokens, counters.generated_tokens
+
     def add(self, request: EngineRequest) -> None:
         """Queues a request. InvalidRequest for a value that can't be computed with, RequestTooLarge for what can never fit."""
         check(request, self.vocab_size)
@@ -194,6 +207,14 @@ class Engine:
             (request_id, sum(s.num_output_tokens for s in group.sequences), len({b for s in group.sequences for b in s.block_table}))
             for request_id, group in self.batcher.queue.requests.items()
         ]
+
+    def full_step_seconds(self) -> float:
+        """What a step as full as one may be should take, by the steps so far; 0 while too few have been."""
+        step_time, pool = self.batcher.step_time, self.batcher.tables.pool
+        if not step_time.known:
+            return 0.0
+        num_tokens = self.config.max_step_tokens
+        return step_time.seconds(Load(num_tokens, self.config.max_sequences, num_tokens + pool.num_used * self.config.block_size))
 
     def stats(self) -> EngineStats:
         """Numbers for heartbeats and metrics."""

@@ -88,6 +88,8 @@ class EngineRequest:
     ttft_target_seconds: float = 0.0  # for the first token, from the gateway's first sight of the request; 0: none
     tpot_target_seconds: float = 0.0  # for each further token; 0: none
     waited_seconds: float = 0.0  # since that first sight
+    suspect_tokens: int = 0  # a worker died while it ran: up to so many output tokens no step has another such request in it; 0: none did
+    model: str = ""  # whose engine it is for, where a device has several; an engine doesn't look
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what a worker has died of."""
+        return self.num_output_tokens < self.group.request.suspect_tokens
+
     def banned_ids(self, num_drafts: int = 0) -> frozenset[int]:
         """Token ids that must not come next, behind so many drafts: what would end the choice before min_tokens."""
         return self.stop_ids if self.num_output_tokens + num_drafts < self.sampling.min_tokens else frozenset()

@@ -73,6 +73,10 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         queue = admin_pb2.QueueDepth(model="tiny@fp32", latency_class=types_pb2.LATENCY_CLASS_BATCH, num_waiting=4, oldest_seconds=2)
         return admin_pb2.GetFleetResponse(workers=workers, queues=[queue])
 
+    async def Drain(self, request: Any, context: Any) -> admin_pb2.DrainResponse:  # type: ignore[override]
+        self.acts.append(request)
+        return admin_pb2.DrainResponse(worker_ids=[] if request.undrain else ["worker-1", "worker-2"])
+
     async def CreateKey(self, request: Any, context: Any) -> admin_pb2.CreateKeyResponse:  # type: ignore[override]
         self.acts.append(request)
         if request.org == "refused":

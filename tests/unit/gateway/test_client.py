@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from forebay.v1 import types_pb2, worker_pb2
-from services.common.errors import Code, StatusError, invalid, unavailable
+from services.common.errors import Code, StatusError, abort, invalid, unavailable
 from services.gateway.client import MeshCall
 from services.gateway.mesh import Mesh, MeshLimits, RetryBudget
 from services.gateway.wire import cache_salt
@@ -100,6 +100,25 @@ async def test_a_lost_worker_costs_no_token(how: Code) -> None:
         assert list(moved.delivered[0].ids) == ids[: len(moved.delivered[0].ids)]
         finishes = await scheduler.finishes.until_length(1)
         assert finishes[0].epoch == moved.epoch
+
+
+async def test_what_ran_where_workers_died_is_told_as_a_suspect_and_waits_for_their_word() -> None:
+    ids = list(range(10, 20))
+    async with fleet(dies_after(3, ids), play(ids), dies_after(3, ids)) as (mesh, scheduler, workers):
+        _, events = await run(mesh)
+        assert ids_of(events) == ids
+        assert [worker.calls[0].request.suspect for worker in workers] == [False, True, True]
+        assert [[dead.worker_id for dead in place.awaited] for place in scheduler.places][:3] == [[], [], ["w0", "w2"]]
+
+
+async def test_what_was_sent_elsewhere_by_a_living_worker_is_no_suspect() -> None:
+    async def drains(call: WorkerCall) -> None:
+        await call.accept()
+        await abort(call.context, unavailable("it is stopping", reason="DRAINED"))
+
+    async with fleet(drains, play([5])) as (mesh, _, workers):
+        await run(mesh)
+        assert not workers[1].calls[0].request.suspect
 
 
 async def test_an_unreachable_worker_is_avoided_for_a_while() -> None:

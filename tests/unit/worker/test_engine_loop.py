@@ -12,6 +12,7 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.request import EngineRequest, SamplingParams, TokenOutput
 from services.worker.engine_loop import EngineLoop, Step, StepWindow, Turn
+from services.worker.sharing.device import SharedDevice
 from tests.worker_harness import VOCAB_SIZE, Clock, ToyRunner, continuation, until
 
 
@@ -46,12 +47,17 @@ class Running:
         self.turns: list[Turn] = []
         config = EngineConfig(block_size=4, num_blocks=16, max_sequences=4, max_step_tokens=8)
         self.engine = Engine(self.runner, config, vocab_size=VOCAB_SIZE, max_model_len=512)
-        self.loop = EngineLoop(self.engine, clock=self.clock, observe=self.turns.append)
+        self.loop = EngineLoop(SharedDevice({"": self.engine}), clock=self.clock, observe=self.turns.append)
 
     def add(self, request_id: str, *, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5, n: int = 1) -> Collected:
         sink = Collected()
         self.loop.add(EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, temperature=0, seed=1), n=n), sink)
         return sink
+
+    async def one_step(self) -> None:
+        """From here on the loop knows how long steps are."""
+        sink = self.add("first", max_tokens=1)
+        await until(lambda: sink.ended)
 
 
 @asynccontextmanager
@@ -136,12 +142,12 @@ async def test_an_abort_frees_the_blocks_and_silences_the_sink() -> None:
         self.runner.hold_at_output(2)
         sink = self.add("r", max_tokens=30)
         await until(lambda: len(sink.tokens) == 2)
-        assert self.loop.last_turn.stats.num_used_blocks > 0
+        assert self.loop.last_turn.stats[""].num_used_blocks > 0
         self.loop.abort("r")
         self.loop.abort("r")
         self.loop.abort("never there")
         self.runner.release()
-        await until(lambda: self.loop.last_turn.stats.num_used_blocks == 0)
+        await until(lambda: self.loop.last_turn.stats[""].num_used_blocks == 0)
         assert len(sink.tokens) == 2
         self.engine.check_integrity()
 
@@ -181,23 +187,79 @@ async def test_an_engine_failure_fails_every_request_and_all_that_follow() -> No
         assert not self.loop.healthy
 
 
-async def test_work_without_progress_for_ten_seconds_is_not_healthy() -> None:
+async def test_work_without_progress_for_eight_seconds_is_not_healthy() -> None:
     async with running() as self:
+        await self.one_step()
         self.clock.now += 100
         assert self.loop.healthy, "idle is healthy"
         self.runner.hold()
         sink = self.add("r")
-        self.clock.now += 9.9
+        self.clock.now += 7.9
         assert self.loop.healthy
         self.clock.now += 0.2
         assert not self.loop.healthy
+        assert not self.loop.lost
+        self.clock.now += 7
+        assert self.loop.lost
         self.runner.release()
         await until(lambda: sink.ended)
         assert self.loop.healthy
 
 
+async def test_the_first_step_may_take_longer() -> None:
+    async with running() as self:
+        self.runner.hold()
+        self.add("r")
+        self.clock.now += 59
+        assert self.loop.healthy
+        self.clock.now += 2
+        assert not self.loop.healthy
+
+
+async def test_where_steps_are_long_a_longer_one_is_no_stall() -> None:
+    async with running() as self:
+        self.runner.before_step = lambda: self.clock.forward(5)
+        await self.one_step()
+        self.runner.before_step = lambda: None
+        self.runner.hold()
+        self.add("r")
+        self.clock.now += 19
+        assert self.loop.healthy
+        self.clock.now += 2
+        assert not self.loop.healthy
+
+
+async def test_steps_that_are_foretold_to_be_long_raise_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as self:
+        monkeypatch.setattr(self.engine, "full_step_seconds", lambda: 3.0)
+        assert self.loop.limit.seconds == 12
+
+
+async def test_time_in_which_the_process_was_stopped_is_no_stall() -> None:
+    async with running() as self:
+        await self.one_step()
+        self.runner.hold()
+        self.add("r")
+        self.clock.now += 20
+        self.loop.forgive(19)
+        assert self.loop.healthy
+        self.loop.abort("r")
+
+
+async def test_without_its_thread_a_loop_is_lost() -> None:
+    loop = EngineLoop(Running().engine)
+    assert not loop.lost, "not begun"
+    loop.start()
+    assert loop.healthy
+    await loop.stop()
+    loop._stopping = False  # it was not told to stop, but is gone
+    await until(lambda: loop.lost)
+    assert not loop.healthy
+
+
 async def test_an_aborted_request_does_not_hide_a_hanging_step() -> None:
     async with running() as self:
+        await self.one_step()
         self.runner.hold()
         self.add("r")
         self.loop.abort("r")
@@ -207,7 +269,8 @@ async def test_an_aborted_request_does_not_hide_a_hanging_step() -> None:
 
 async def test_steps_that_compute_nothing_are_not_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as self:
-        steps = []
+        await self.one_step()
+        steps: list[float] = []
         monkeypatch.setattr(self.engine, "step", lambda now: steps.append(now) or [])
         self.add("r")
         await until(lambda: len(steps) > 2)
@@ -230,8 +293,8 @@ async def test_a_long_prefill_is_progress_without_a_token() -> None:
 
 def test_the_window_is_the_last_second() -> None:
     window = StepWindow()
-    window.record(Step(0.0, 0.5, 10, 4))
-    window.record(Step(0.6, 0.8, 10, 6))
+    window.record(Step("", 0.0, 0.5, 10, 4))
+    window.record(Step("", 0.6, 0.8, 10, 6))
     assert window.utilization(1.0) == pytest.approx(0.7)
     assert window.step_seconds(1.0) == pytest.approx(0.35)
     assert window.tokens_per_second(1.0) == 10

@@ -49,8 +49,8 @@ def test_what_is_wrong_is_said_in_one_line(variables: dict[str, str], line: str)
 async def test_a_worker_says_where_it_listens_and_drains_when_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, served = toy(ToyRunner())
 
-    async def load(*_: object) -> tuple[Engine, Served]:
-        return engine, served
+    async def load(*_: object) -> list[tuple[Engine, Served]]:
+        return [(engine, served)]
 
     monkeypatch.setattr(main_module, "load", load)
     said: list[dict[str, object]] = []
@@ -89,3 +89,28 @@ def test_loading_is_told_now_and_then_and_at_the_end(capsys: pytest.CaptureFixtu
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[-1] == {"event": "loading", "done": 1000, "total": 1000}
     assert len(lines) < 100
+
+
+def test_an_event_loop_that_is_stuck_ends_the_process_and_says_where() -> None:
+    program = """
+import asyncio, threading
+import services.worker.__main__ as worker
+
+async def main():
+    guard = asyncio.create_task(worker.guard_event_loop())
+    await asyncio.sleep(0)
+    stuck_here()
+
+def stuck_here():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+worker.STUCK_SECONDS = 0.1
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=50, check=False)
+    assert ended.returncode == 1
+    assert "stuck_here" in ended.stderr

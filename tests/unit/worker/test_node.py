@@ -111,7 +111,7 @@ async def test_room_is_told_at_once() -> None:
     async with FakeScheduler() as scheduler, serving(schedulers=scheduler.address, beat=RARE) as worker:
         worker.runner.hold_at_output(3)
         call = worker.stub.Generate(worker.request())
-        await until(lambda: worker.worker.loop.last_turn.stats.num_used_blocks)
+        await until(lambda: worker.worker.loop.last_turn.stats[worker.served.model].num_used_blocks)
         worker.worker.node.nudge()
         await until(lambda: scheduler.heartbeats and scheduler.heartbeats[-1].num_used_blocks)
         worker.runner.release()
@@ -151,6 +151,16 @@ async def test_a_restarted_scheduler_is_found_again_while_streams_go_on() -> Non
         assert (await hear(call)).tokens() == continuation([1, 2, 3], 8)
 
 
+async def test_an_operator_takes_it_out_of_service_and_back() -> None:
+    async with FakeScheduler() as scheduler, serving(schedulers=scheduler.address, beat=FAST) as worker:
+        for drained in (True, False, True):
+            for _ in range(2):  # as from two schedulers
+                scheduler.commands.put_nowait(scheduler_pb2.AttachResponse(drain=scheduler_pb2.Drain(drain=drained)))
+            await until(lambda: scheduler.heartbeats and scheduler.heartbeats[-1].drained == drained)  # noqa: B023  # awaited here
+            await until(lambda: scheduler.heartbeats[-1].draining == drained)  # noqa: B023
+            assert worker.worker.why_not_ready() == ("draining" if drained else None)
+
+
 @pytest.mark.parametrize("where", ["heartbeat", "revoke"])
 async def test_an_error_of_ours_costs_one_stream_and_not_the_worker(where: str) -> None:
     failures = [OSError("no sensor")]
@@ -166,7 +176,7 @@ async def test_an_error_of_ours_costs_one_stream_and_not_the_worker(where: str) 
 
     async with FakeScheduler() as scheduler:
         scheduler.commands.put_nowait(scheduler_pb2.AttachResponse(revoke=scheduler_pb2.Revoke()))
-        node = Node([scheduler.address], scheduler_pb2.Register(), heartbeat, lambda _: fail_once(), beat=FAST)
+        node = Node([scheduler.address], scheduler_pb2.Register(), heartbeat, lambda _: fail_once(), lambda _: None, beat=FAST)
         node.start()
         try:
             await until(lambda: not failures)
@@ -207,7 +217,7 @@ async def test_it_stops_although_its_call_fails_in_the_same_moment(monkeypatch: 
             return ForgetfulCall(waiting)
 
     monkeypatch.setattr(scheduler_pb2_grpc, "SchedulerServiceStub", Stub)
-    node = Node(["127.0.0.1:1"], scheduler_pb2.Register(), scheduler_pb2.Heartbeat, lambda _: None, beat=FAST)
+    node = Node(["127.0.0.1:1"], scheduler_pb2.Register(), scheduler_pb2.Heartbeat, lambda _: None, lambda _: None, beat=FAST)
     node.start()
     await asyncio.wait_for(waiting.wait(), 5)
     await asyncio.wait_for(node.stop(), 5)

@@ -1,8 +1,10 @@
 """A worker's environment, and the size of the cache that follows from it."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
+from pydantic import ByteSize
 
 from services.common.settings import SettingsError, read
 from services.worker import loading
@@ -31,6 +33,18 @@ BLOCK_BYTES = 2 * 2 * 1 * 4 * 4 * 16  # layers, k and v, heads, dim, bytes, toke
 def test_a_model_is_a_path_and_perhaps_a_name(model: str, path: str, name: str) -> None:
     settings = WorkerSettings(model=model)
     assert (settings.model_path, settings.model_name) == (Path(path), name)
+
+
+def test_several_models_share_the_memory() -> None:
+    each = WorkerSettings(model="/m/a.gguf=a, /m/b,", kv_memory=ByteSize(1001), swap_memory=ByteSize(40), level="int8").by_model()
+    assert [(one.model_path, one.model_name) for one in each] == [(Path("/m/a.gguf"), "a"), (Path("/m/b"), "b")]
+    assert [(one.kv_memory, one.swap_memory, one.level) for one in each] == [(500, 20, "int8")] * 2
+
+
+@pytest.mark.parametrize("model", [",", "/m/a.gguf=a,/n/b.gguf=a"])
+async def test_models_need_names_of_their_own(model: str) -> None:
+    with pytest.raises(SettingsError, match="each by another name"):
+        await loading.load(WorkerSettings(model=model), asyncio.Event())
 
 
 def test_schedulers_are_a_list_without_doubles() -> None:

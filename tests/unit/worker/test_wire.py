@@ -1,13 +1,14 @@
 """Every bound of a leased request is checked again at the worker."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from forebay.v1 import types_pb2, worker_pb2
 from services.common.errors import Code, StatusError
 from services.worker.engine.request import TokenOutput
-from services.worker.wire import Served, append, check_target, to_engine
+from services.worker.wire import Served, append, target, to_engine
 
 SERVED = Served("toy@fp32", "v1", "toy", vocab_size=100, block_size=4, num_blocks=8, max_model_len=32)
 
@@ -27,7 +28,7 @@ def good() -> worker_pb2.WorkerServiceGenerateRequest:
 
 
 def test_a_good_request_comes_through_with_defaults() -> None:
-    request = to_engine(good(), SERVED, "r#1")
+    request = to_engine(good(), SERVED)
     assert (request.request_id, request.prompt_token_ids, request.n, request.latency_class) == ("r#1", [0, 99], 1, 3)
     assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.top_p) == (4, -5, 1.0)
     assert request.sampling.logprobs is None
@@ -47,7 +48,7 @@ def test_everything_given_comes_through() -> None:
     message.delivered.add(ids=[1])
     message.finished_choices.append(0)
     message.ttft_target_seconds, message.tpot_target_seconds, message.waited_seconds = 0.5, 0.05, 0.25
-    request = to_engine(message, SERVED, "x")
+    request = to_engine(message, SERVED)
     assert (request.ttft_target_seconds, request.tpot_target_seconds, request.waited_seconds) == (0.5, 0.05, 0.25)
     sampling = request.sampling
     assert (sampling.min_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (2, 0.5, 0.25, 7, 0.125)
@@ -137,22 +138,23 @@ def test_an_empty_prompt_is_blamed() -> None:
     ("field", "value", "code"),
     [
         ("incarnation", "j", Code.FAILED_PRECONDITION),
-        ("model", "other@fp32", Code.NOT_FOUND),
+        ("model", "third@fp32", Code.NOT_FOUND),
         ("model_version", "v2", Code.FAILED_PRECONDITION),
     ],
 )
 def test_a_request_for_another_worker_is_refused(field: str, value: str, code: Code) -> None:
     message = good()
-    check_target(message, SERVED, "i")
+    models = {"other@fp32": replace(SERVED, model="other@fp32"), SERVED.model: SERVED}
+    assert target(message, models, "i") is SERVED
     setattr(message, field, value)
     with pytest.raises(StatusError) as caught:
-        check_target(message, SERVED, "i")
+        target(message, models, "i")
     assert caught.value.code is code
 
 
 def blamed(message: worker_pb2.WorkerServiceGenerateRequest, field: str) -> None:
     with pytest.raises(StatusError) as caught:
-        to_engine(message, SERVED, "r#1")
+        to_engine(message, SERVED)
     assert caught.value.code is Code.INVALID_ARGUMENT
     assert [violation.field for violation in caught.value.violations] == [field]
 

@@ -10,7 +10,7 @@ from forebay.v1 import types_pb2
 from services.common import rpc
 from services.common.errors import from_rpc
 from services.worker.engine.sequence import Sequence
-from services.worker.worker import SERVICE_NAME, STALL_EXIT_SECONDS, EngineFailed
+from services.worker.worker import SERVICE_NAME, EngineFailed
 from tests.drafters import Guesser, always
 from tests.worker_harness import Clock, Harness, continuation, hear, serving, toy_token, until
 
@@ -42,25 +42,43 @@ async def test_a_worker_without_its_scheduler_is_not_ready() -> None:
         assert (answer.status_code, answer.text) == (503, "not ready: no scheduler has been reached\n")
 
 
-async def test_a_hanging_step_loop_is_told_and_then_ends_the_process() -> None:
+async def test_a_hanging_step_loop_sends_its_streams_elsewhere_and_then_ends_the_process() -> None:
     clock = Clock()
     async with serving(clock=clock) as worker:
+        await hear(worker.stub.Generate(worker.request("first")))
         await until_health(worker, health_pb2.HealthCheckResponse.SERVING)
         worker.runner.hold()
         call = worker.stub.Generate(worker.request())
         await call.read()
-        clock.now += 11
+        clock.now += 9
         assert (await worker.http.get("/ready")).status_code == 503
-        assert "no progress for 11 s" in (await worker.http.get("/health")).text
+        assert "no progress for 9 s (limit 8)" in (await worker.http.get("/health")).text
         assert not worker.worker.heartbeat().healthy
         await until_health(worker, health_pb2.HealthCheckResponse.NOT_SERVING)
         assert await worker.metric("forebay_worker_step_loop_healthy") == 0
-        clock.now += STALL_EXIT_SECONDS
+        for stream in (call, worker.stub.Generate(worker.request("late"))):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await hear(stream)
+            assert (caught.value.code(), from_rpc(caught.value).reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_HANGS")
+        clock.now += 7
         with pytest.raises(EngineFailed, match="no progress"):
             await asyncio.wait_for(worker.worker.until(asyncio.Event()), 5)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+
+
+async def test_a_step_loop_that_comes_back_takes_work_again() -> None:
+    clock = Clock()
+    async with serving(clock=clock) as worker:
+        await hear(worker.stub.Generate(worker.request("first")))
+        worker.runner.hold()
+        call = worker.stub.Generate(worker.request("hangs"))
+        await call.read()
+        clock.now += 9
+        with pytest.raises(grpc.aio.AioRpcError):
             await hear(call)
-        assert from_rpc(caught.value).reason == "ENGINE_HANGS"
+        worker.runner.release()
+        await until_health(worker, health_pb2.HealthCheckResponse.SERVING)
+        assert (await hear(worker.stub.Generate(worker.request("after")))).tokens() == continuation([1, 2, 3], 8)
+        await worker.idle()
 
 
 async def test_an_engine_failure_reaches_every_client_and_ends_the_process() -> None:
@@ -108,6 +126,34 @@ async def test_what_outlasts_a_drain_is_told_to_go_elsewhere() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await hear(call)
         assert (caught.value.code(), from_rpc(caught.value).reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINED")
+
+
+async def test_a_worker_put_back_into_service_takes_work_and_ends_none() -> None:
+    async with serving() as worker:
+        worker.runner.hold()
+        call = worker.stub.Generate(worker.request())
+        await call.read()
+        worker.worker.set_drained(True)
+        await until_health(worker, health_pb2.HealthCheckResponse.NOT_SERVING)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await hear(worker.stub.Generate(worker.request("late")))
+        assert from_rpc(caught.value).reason == "DRAINING"
+        worker.worker.set_drained(False)
+        await until_health(worker, health_pb2.HealthCheckResponse.SERVING)
+        worker.runner.release()
+        assert (await hear(call)).tokens() == continuation([1, 2, 3], 8)
+        assert (await hear(worker.stub.Generate(worker.request("after")))).tokens() == continuation([1, 2, 3], 8)
+
+
+async def test_a_worker_that_is_about_to_go_is_not_put_back() -> None:
+    async with serving() as worker:
+        stop = asyncio.Event()
+        stop.set()
+        worker.worker.set_drained(True)
+        await worker.worker.until(stop)
+        await worker.worker.drain(1)
+        worker.worker.set_drained(False)
+        assert worker.worker.heartbeat().draining
 
 
 async def test_a_stop_signal_ends_the_service() -> None:
