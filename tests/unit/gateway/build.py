@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from prometheus_client import CollectorRegistry
 
-from forebay.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from forebay.v1 import admin_pb2_grpc, batch_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from services.common import rpc
 from services.common.process import HttpServer
 from services.gateway.answers import Keeping
@@ -185,6 +185,7 @@ async def stack(
     max_open_calls: int = 2048,
     keeping: Keeping = _KEEPING,
     public: public_models.Catalogue = _NO_ENTRIES,
+    batches: batch_pb2_grpc.BatchServiceServicer | None = None,
     **model: Any,
 ) -> AsyncIterator[Stack]:
     """A gateway over one scheduler and a worker per script, with clients that carry a user's token."""
@@ -192,6 +193,7 @@ async def stack(
         FakeWorker(script, f"w{number}", max_model_len=model.get("max_model_len", MAX_MODEL_LEN)) for number, script in enumerate(scripts)
     ]
     scheduler = FakeScheduler(workers)
+    scheduler.batches = batches
     for server in (*workers, scheduler):
         await server.start()
     registry = CollectorRegistry()
