@@ -28,9 +28,9 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
         return
     record = FlightRecord(settings.flight_record_file) if settings.flight_record_file else None
     if record is not None:
-        for engine, _ in loaded:
+        for engine, _ in loaded.models:
             engine.runner = RecordedRunner(engine.runner, record)
-    worker = Worker(loaded, settings, identity=identity, died_with=record.before if record else ())
+    worker = Worker(loaded.models, settings, arena=loaded.arena, identity=identity, died_with=record.before if record else ())
     await worker.start()
     announce("listening", service="worker", address=worker.address, internal_address=worker.internal_address)
     guard = asyncio.create_task(guard_event_loop(), name="guard the event loop")

@@ -26,6 +26,7 @@ from services.worker.node import Beat, Node
 from services.worker.outbox import Pace
 from services.worker.server import CALLERS, WorkerService
 from services.worker.settings import WorkerSettings
+from services.worker.sharing.arena import Arena
 from services.worker.sharing.device import SharedDevice
 from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
@@ -57,6 +58,7 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
         identity: Identity | None = None,
         died_with: Sequence[InFlight] = (),
+        arena: Arena | None = None,
     ) -> None:
         """`clock` times the engines' steps, and so tells when they hang. `died_with`: what the last start's last step held."""
         self._died_with = died_with
@@ -67,7 +69,7 @@ class Worker:
         self._settings = settings
         registry = CollectorRegistry()
         self._metrics = _metrics(registry, self._models.values(), settings)
-        self.loop = EngineLoop(SharedDevice(engines), clock=clock, observe=self._observe)
+        self.loop = EngineLoop(SharedDevice(engines, arena, engines), clock=clock, observe=self._observe)
         self.leases = Leases(
             self.loop, self._metrics.models, max_sequences=settings.max_sequences, preemption=settings.preemption, pace=pace
         )

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from services.worker.engine.block_pool import BlockPool, CacheIdentity, extend_keys
+from services.worker.engine.block_pool import BlockPool, CacheIdentity, Pool, extend_keys
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.costs import Costs
 from services.worker.engine.host_pool import HostPool
@@ -31,12 +31,13 @@ class CacheCounters:
 
 
 class BlockTables:
-    """Gives sequences their blocks. `costs` says whether those on the host are worth their copies."""
+    """Gives sequences their blocks. `costs` says whether those on the host are worth their copies. `pool` None: one of its own."""
 
-    def __init__(self, config: EngineConfig, costs: Costs, model_version: str, kv_format: str) -> None:
+    def __init__(self, config: EngineConfig, costs: Costs, model_version: str, kv_format: str, pool: Pool | None = None) -> None:
         self.counters = CacheCounters()
         self.host = HostPool(config.host_blocks, config.max_step_copies, config.swap_blocks)
-        self.pool = BlockPool(config.num_blocks, keep_cached=config.prefix_cache, on_evict=self.host.keep)
+        self.pool: Pool = BlockPool(config.num_blocks, keep_cached=config.prefix_cache) if pool is None else pool
+        self.pool.on_evict = self.host.keep
         self._config = config
         self._costs = costs
         self._model_version = model_version
@@ -78,11 +79,19 @@ class BlockTables:
     def would_admit(self, sequence: Sequence, headroom: int, victims: Iterable[Sequence]) -> bool:
         """Whether `admit` would succeed once the victims have given up their blocks."""
         hits = self._hits(sequence)
-        names = Counter(block for victim in victims for block in victim.block_table)
-        for block in hits.values():
-            names.pop(block, None)
-        num_freed = sum(count == self.pool.ref_count(block) for block, count in names.items())
+        num_freed = self.num_freed(victims, hits.values())
         return self._num_taken(sequence, hits) + headroom <= self.pool.num_available + num_freed
+
+    def num_freed(self, victims: Iterable[Sequence], kept: Iterable[int] = ()) -> int:
+        """Blocks that nobody references once the victims don't, without the `kept` ones."""
+        names = Counter(block for victim in victims for block in victim.block_table)
+        for block in kept:
+            names.pop(block, None)
+        return sum(count == self.pool.ref_count(block) for block, count in names.items())
+
+    def num_needed(self, sequence: Sequence) -> int:
+        """Available blocks that one that waits takes when it is admitted."""
+        return self._num_taken(sequence, self._hits(sequence))
 
     def _hits(self, sequence: Sequence) -> dict[int, int]:
         """Blocks of the device that it can share, by index in its table: the first ones, or of one that was swapped any that it had."""

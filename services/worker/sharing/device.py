@@ -6,6 +6,9 @@ from typing import Protocol
 
 from services.worker.engine.engine import EngineStats
 from services.worker.engine.request import EngineRequest, TokenOutput
+from services.worker.sharing import claims
+from services.worker.sharing.arena import Arena
+from services.worker.sharing.claims import Tenant
 from services.worker.sharing.timeslice import TimeSlice
 
 Progress = dict[str, tuple[int, int]]
@@ -70,10 +73,16 @@ class Stepped:
 
 
 class SharedDevice:
-    """`members` by the model's name, which requests bear. What one is asked about a member is kept until that one has changed."""
+    """`members` by the model's name, which requests bear. What one is asked about a member is kept until that one has changed.
 
-    def __init__(self, members: Mapping[str, Member]) -> None:
+    `arena` has the blocks of the `tenants` among them, where they share one.
+    """
+
+    def __init__(self, members: Mapping[str, Member], arena: Arena | None = None, tenants: Mapping[str, Tenant] | None = None) -> None:
         self.members = dict(members)
+        self._arena = arena
+        self._tenants = tenants or {}
+        self._idle: set[str] = set()  # whose last step did nothing, as they wait for others' blocks
         self._turns = TimeSlice()
         self._stats: dict[str, EngineStats] = {}
         self._progress: dict[str, Progress] = {}
@@ -101,13 +110,21 @@ class SharedDevice:
 
     def step(self, now: float) -> Stepped:
         """One step of the model whose turn it is. `now` in seconds, any origin."""
-        wanting = {model: member.most_urgent_class for model, member in self.members.items() if member.has_work}
-        model = self._turns.choose(wanting)
+        working = {model: member for model, member in self.members.items() if member.has_work}
+        if self._arena is not None:
+            claims.settle(self._arena, {model: tenant for model, tenant in self._tenants.items() if tenant.has_work}, now)
+        able = {model: member.most_urgent_class for model, member in working.items() if model not in self._idle}
+        model = self._turns.choose(able or {model: member.most_urgent_class for model, member in working.items()})
         member = self.members[model]
         computed, generated = member.num_tokens
         outputs = member.step(now)
-        self._changed.add(model)
-        return Stepped(model, outputs, member.num_tokens[0] - computed, member.num_tokens[1] - generated)
+        stepped = Stepped(model, outputs, member.num_tokens[0] - computed, member.num_tokens[1] - generated)
+        if outputs or stepped.num_tokens:
+            self._idle.clear()
+        else:
+            self._idle.add(model)
+        self._changed.update(working)
+        return stepped
 
     def took(self, model: str, seconds: float) -> None:
         """How long its step was, for whose turn is next."""
@@ -124,7 +141,7 @@ class SharedDevice:
         return {request_id: held for progress in self._progress.values() for request_id, held in progress.items()}
 
     def check_integrity(self) -> None:
-        """Asserts what must hold between steps."""
+        """Asserts what must hold between steps, of each by itself."""
         for member in self.members.values():
             member.check_integrity()
 

@@ -2,9 +2,12 @@
 
 import pytest
 
+from services.worker.engine.config import EngineConfig
+from services.worker.engine.engine import Engine
 from services.worker.engine.request import EngineRequest, SamplingParams
+from services.worker.sharing.arena import Arena
 from services.worker.sharing.device import SharedDevice, Stepped
-from tests.worker_harness import ToyRunner, continuation, toy
+from tests.worker_harness import VOCAB_SIZE, ToyRunner, continuation, toy
 
 
 def made(*models: str) -> SharedDevice:
@@ -80,6 +83,44 @@ def test_a_step_counts_its_own_models_tokens() -> None:
     device.add(request("a", "r1"))
     first = device.step(0.0)
     assert (first.model, first.num_tokens, first.num_generated_tokens) == ("a", 3, 1)
+
+
+def on_one_arena(num_pages: int, *models: str) -> SharedDevice:
+    """With a token's room in the arena for each model."""
+    arena = Arena(num_pages)
+    pools = {model: arena.open(model, floor=1) for model in models}
+    engines = {
+        model: Engine(ToyRunner(), EngineConfig(block_size=4, num_blocks=pool.num_blocks), vocab_size=VOCAB_SIZE, pool=pool)
+        for model, pool in pools.items()
+    }
+    return SharedDevice(engines, arena, engines)
+
+
+def test_who_waits_for_anothers_pages_does_not_keep_it_from_its_steps() -> None:
+    device = on_one_arena(6, "a", "b")
+    device.add(request("a", "r-a", max_tokens=16))  # all pages but one in the end
+    for now in range(9):
+        step(device, float(now))
+    device.add(request("b", "r-b", max_tokens=12))
+    steps = run(device)
+    idle = [stepped for stepped in steps if not stepped.num_tokens and not stepped.outputs]
+    assert len(idle) <= len(steps) // 2, "an idle step follows each other's step at most"
+    assert tokens(steps, "r-b") == continuation([1, 2, 3], 12)
+
+
+def test_a_realtime_request_takes_the_pages_of_another_models_batch() -> None:
+    device = on_one_arena(12, "bulk", "chat")
+    for name in ("b1", "b2"):
+        device.add(request("bulk", name, latency_class=3, max_tokens=20))
+    before = [step(device, float(now)) for now in range(10)]
+    prompt = tuple(range(1, 20))  # five pages, and four are left
+    device.add(EngineRequest("c", prompt, SamplingParams(max_tokens=6, temperature=0, seed=1), latency_class=1, model="chat"))
+    steps = run(device)
+    assert steps[0].model == "chat"
+    assert steps[0].num_tokens == len(prompt)
+    assert device.stats()["bulk"].num_class_preemptions == 1
+    assert tokens(steps, "c") == continuation(list(prompt), 6)
+    assert [tokens([*before, *steps], name) for name in ("b1", "b2")] == [continuation([1, 2, 3], 20)] * 2
 
 
 def test_a_request_of_no_model_here_is_our_bug() -> None:
