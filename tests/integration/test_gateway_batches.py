@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 
-from services.common.errors import Code, StatusError, unavailable
+from forebay.v1 import batch_pb2, inference_pb2
+from services.common.errors import Code, StatusError, from_rpc, unavailable
 from services.gateway.batch_runner import BatchRunner, Timing
 from services.gateway.batches import Jobs
 from services.gateway.http.line import LineFace
@@ -318,3 +320,92 @@ async def test_lists_refuse_what_they_can_t_do(query: str) -> None:
     async with stack() as mesh:
         for path in ("/v1/files", "/v1/batches"):
             assert (await mesh.http.get(f"{path}?{query}")).status_code == 400
+
+
+async def _pieces(header: inference_pb2.BatchHeader | None, *data: bytes) -> AsyncIterator[inference_pb2.SubmitBatchRequest]:
+    if header is not None:
+        yield inference_pb2.SubmitBatchRequest(header=header)
+    for piece in data:
+        yield inference_pb2.SubmitBatchRequest(lines=piece)
+
+
+async def _submitted(mesh: Stack, header: inference_pb2.BatchHeader | None, *data: bytes, org: str = "acme") -> batch_pb2.Batch:
+    answer = await mesh.inference.SubmitBatch(_pieces(header, *data), metadata=(("authorization", make_token(org)),))
+    batch: batch_pb2.Batch = answer.batch
+    return batch
+
+
+async def _read(mesh: Stack, batch_id: str, **fields: Any) -> list[inference_pb2.StreamResultsResponse]:
+    request = inference_pb2.StreamResultsRequest(batch_id=batch_id, **fields)
+    return [answer async for answer in mesh.inference.StreamResults(request, metadata=(("authorization", make_token()),))]
+
+
+async def test_a_job_through_the_grpc_face(redis_server) -> None:
+    async with jobs_stack(redis_server.url, play(letters("hello"))) as mesh:
+        data = lines(9)
+        header = inference_pb2.BatchHeader(endpoint=URL, metadata={"a": "b"})
+        batch = await _submitted(mesh, header, data[:100], data[100:])
+        answers = await _read(mesh, batch.batch_id, follow=True)
+        assert [answer.WhichOneof("event") for answer in answers] == ["result"] * 9 + ["batch"]
+        assert sorted(answer.result.line for answer in answers[:-1]) == list(range(1, 10))
+        end = answers[-1].batch
+        assert (end.status, end.num_completed, end.metadata["a"]) == (batch_pb2.BATCH_STATUS_COMPLETED, 9, "b")
+        rest = await _read(mesh, batch.batch_id, cursor=answers[6].cursor)
+        assert [answer.result for answer in rest[:-1]] == [answer.result for answer in answers[7:-1]]
+        user = (("authorization", make_token()),)
+        got = await mesh.inference.GetBatch(inference_pb2.GetBatchRequest(batch_id=batch.batch_id), metadata=user)
+        assert got.batch == end
+        listed = await mesh.inference.ListBatches(inference_pb2.ListBatchesRequest(), metadata=user)
+        assert list(listed.batches) == [end]
+        file = (await mesh.http.get(f"/v1/files/{batch.input_file_id}/content")).content
+        assert file == data
+
+
+async def test_cancelling_over_grpc(redis_server) -> None:
+    async with jobs_stack(redis_server.url, stall()) as mesh:
+        batch = await _submitted(mesh, inference_pb2.BatchHeader(endpoint=URL), lines(3))
+        await mesh.workers[0].calls.until_length(3)
+        request, user = inference_pb2.CancelBatchRequest(batch_id=batch.batch_id), (("authorization", make_token()),)
+        assert (await mesh.inference.CancelBatch(request, metadata=user)).batch.status == batch_pb2.BATCH_STATUS_CANCELLING
+        answers = await _read(mesh, batch.batch_id, follow=True)
+        assert [answer.result.failed for answer in answers[:-1]] == [True] * 3
+        assert answers[-1].batch.status == batch_pb2.BATCH_STATUS_CANCELLED
+
+
+async def test_a_key_makes_one_job_of_two_uploads_and_keeps_one_file(redis_server) -> None:
+    async with jobs_stack(redis_server.url, runner=False) as mesh:
+        header = inference_pb2.BatchHeader(endpoint=URL, idempotency_key="mine")
+        first, again = await _submitted(mesh, header, lines(2)), await _submitted(mesh, header, lines(2))
+        assert first == again
+        assert len((await mesh.http.get("/v1/files")).json()["data"]) == 1
+        assert (await _failure(_submitted(mesh, header, lines(3)))).code is Code.ALREADY_EXISTS
+
+
+async def _failure(work: Awaitable[Any]) -> StatusError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await work
+    return from_rpc(caught.value)
+
+
+async def test_what_the_grpc_face_refuses(redis_server) -> None:
+    async with jobs_stack(redis_server.url, runner=False, caps=Caps(file=1000)) as mesh:
+        good = inference_pb2.BatchHeader(endpoint=URL)
+        for header, data, code, field in (
+            (None, [b"x"], Code.INVALID_ARGUMENT, "header"),
+            (None, [], Code.INVALID_ARGUMENT, "header"),
+            (inference_pb2.BatchHeader(endpoint="/v1/nothing"), [b"x"], Code.INVALID_ARGUMENT, "endpoint"),
+            (inference_pb2.BatchHeader(endpoint=URL, window_hours=25), [b"x"], Code.INVALID_ARGUMENT, "completion_window"),
+            (inference_pb2.BatchHeader(endpoint=URL, input_file_id="file-x"), [b"x"], Code.INVALID_ARGUMENT, "lines"),
+            (good, [], Code.INVALID_ARGUMENT, "file"),
+            (inference_pb2.BatchHeader(endpoint=URL, input_file_id="file-x"), [], Code.NOT_FOUND, None),
+            (good, [b"x" * 2000], Code.RESOURCE_EXHAUSTED, None),
+        ):
+            error = await _failure(_submitted(mesh, header, *data))
+            assert (error.code, [violation.field for violation in error.violations]) == (code, [field] if field else []), header
+        for call in (mesh.inference.SubmitBatch(_pieces(good, b"x")), mesh.inference.GetBatch(inference_pb2.GetBatchRequest())):
+            assert (await _failure(call)).code is Code.UNAUTHENTICATED
+        batch = await _submitted(mesh, good, lines(1))
+        other = (("authorization", make_token("other")),)
+        asked = inference_pb2.StreamResultsRequest(batch_id=batch.batch_id)
+        assert (await _failure(anext(aiter(mesh.inference.StreamResults(asked, metadata=other))))).code is Code.NOT_FOUND
+        assert (await _failure(_read(mesh, batch.batch_id, cursor=-1))).code is Code.INVALID_ARGUMENT
