@@ -1,11 +1,13 @@
-"""Batch jobs on a real mesh: through the real openai SDK."""
+"""Batch jobs on a real mesh: through the real openai SDK, by commands, and under SIGKILL of every process."""
 
 import json
+from pathlib import Path
 
 import openai
 import pytest
 
-from tests.e2e.mesh import Mesh, wait_until
+from bench.batches import Client, run
+from tests.e2e.mesh import Mesh, running, wait_until
 
 
 def lines(num: int, max_tokens: int = 8) -> bytes:
@@ -55,3 +57,31 @@ def test_a_job_that_is_cancelled_frees_the_workers(mesh: Mesh) -> None:
     assert counts is not None
     assert counts.completed + counts.failed == counts.total == 40
     mesh.wait_until_idle()
+
+
+def test_the_commands(mesh: Mesh, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_bytes(lines(3))
+    done = mesh.forebay("batch", "submit", str(tmp_path / "mine.jsonl"), "--wait")
+    assert done.returncode == 0, done.stderr
+    batch_id = done.stdout.strip()
+    assert "completed: 3 of 3 lines answered" in done.stderr
+    results = [json.loads(line) for line in mesh.forebay("batch", "results", batch_id).stdout.splitlines()]
+    assert {result["custom_id"] for result in results} == {f"question-{number}" for number in range(3)}
+    assert batch_id in mesh.forebay("batch", "status").stdout
+    over = mesh.forebay("batch", "cancel", batch_id)
+    assert (over.returncode, over.stderr.count("\n")) == (1, 1)
+    assert "there is nothing to cancel" in over.stderr
+
+
+@pytest.mark.timeout(400)
+def test_a_job_survives_sigkill_of_each_process(tmp_path: Path) -> None:
+    with running(tmp_path / "home", settings={"FOREBAY_BATCH_LINES": "8"}) as mesh:
+        client = Client(mesh.grpc_address, mesh.token)
+        outcome = run(client, mesh.process.pid, 60, 24, ["gateway", "scheduler", "worker", "valkey"])
+        client.close()
+        logs = mesh.logs()
+    pids = {name.partition("-")[0]: pid for name, pid in mesh.processes.items()}
+    assert {name: pid for name, pid, _ in outcome.kills} == pids, "those that were killed are those that were up"
+    assert all(0 < done < 60 for _, _, done in outcome.kills)
+    assert (outcome.num_lost, outcome.num_doubled, outcome.num_failed, outcome.num_differing) == (0, 0, 0, 0), logs
+    assert outcome.batch.num_completed == outcome.batch.num_lines == 60
