@@ -15,7 +15,7 @@ ARGS ?=
 JOBS ?= 2
 COMPOSE_FILES := -f deploy/compose.yaml $(if $(OBSERVE),-f deploy/compose.observe.yaml)
 
-.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak batch-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing \
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak batch-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing bench-place bench-routing \
   bench-speculation speculation-lossless config-table compose-up compose-down compose-test clean \
   bench-metrics dashboards dashboards-live test-rules
 
@@ -138,6 +138,9 @@ bench-metrics: setup ## Seconds of a scrape after load, and series that junk mak
 
 bench-classes: setup ## Realtime among batch requests of three orgs: latency, throughput and fairness, as JSON lines
 	@$(BIN)/python -m bench.classes $(ARGS)
+
+bench-place: setup ## How long one choice of a worker takes among 256 with full caches, as JSON lines
+	@$(BIN)/python -m bench.fleet.place $(ARGS)
 
 bench-tracing: setup ## What tracing every request costs, as JSON lines
 	@$(BIN)/python -m bench.tracing $(ARGS)

@@ -60,7 +60,7 @@ class Placement:
         self._mesh = mesh
         self._on_queued = on_queued
         self._model = generation.model
-        self._ticket = _ticket(generation, span)
+        self._ticket = _ticket(generation, span, mesh.region)
         self._span = span
         self._deadline = deadline
         self._epoch = 0
@@ -155,7 +155,7 @@ class Placement:
             raise (self._deadline.error("in the queue") if error.code is Code.DEADLINE_EXCEEDED else error) from None
 
 
-def _ticket(generation: Generation, span: Span) -> scheduler_pb2.Ticket:
+def _ticket(generation: Generation, span: Span, region: str) -> scheduler_pb2.Ticket:
     hashes = block_hashes(cache_salt(generation.org), generation.model.version, generation.prompt_token_ids)
     return scheduler_pb2.Ticket(
         request_id=generation.request_id,
@@ -170,4 +170,5 @@ def _ticket(generation: Generation, span: Span) -> scheduler_pb2.Ticket:
         traceparent=span.traceparent,
         block_hashes=hashes,
         hash_tokens=HASH_TOKENS if hashes else 0,
+        region=region,
     )

@@ -16,14 +16,15 @@ from services.scheduler.admin import AdminServicer
 from services.scheduler.batch_server import BatchServicer
 from services.scheduler.ledger import Held, Lease
 from services.scheduler.metrics import class_label, finish_label
+from services.scheduler.policy.fleet import impossible
 from services.scheduler.policy.order import Ticket
-from services.scheduler.policy.pick import impossible
 from services.scheduler.registry import as_worker
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.waiting import Position, Waiter, deadline_passed
 from services.scheduler.wire import check_hashes, check_id, decision_to_proto, org_to_proto, read_settlement
 
 LOG = log.get(__name__)
+MAX_REGION = 64
 MAX_TRACEPARENT = 55
 """Characters of a W3C traceparent."""
 SERVICES = ["forebay.v1.SchedulerService", "forebay.v1.AdminService", "forebay.v1.BatchService"]
@@ -295,6 +296,7 @@ def read_ticket(request: scheduler_pb2.PlaceRequest) -> Ticket:
         model_version=t.model_version,
         num_prompt_tokens=t.num_prompt_tokens,
         max_tokens=t.max_tokens,
+        region=t.region[:MAX_REGION],
         n=t.n,
         num_delivered_tokens=request.num_delivered_tokens,
         excluded_workers=frozenset(request.excluded_workers),

@@ -22,7 +22,12 @@ class WorkerSettings(ServiceSettings):
     )
     worker_id: str = Field("", max_length=128, description="stable name of this worker; default: host name and port")
     node_id: str = Field("", max_length=128, description="name of the host, for GetFleet; default: the host name")
-    region: str = Field("", max_length=64, description="label for GetFleet")
+    region: str = Field("", max_length=64, description="label of where it is: requests from gateways of other regions cost their distance")
+    memory_bytes_per_second: float | None = Field(None, gt=0, description="bandwidth of the device's memory; default: what NVML tells")
+    flops: float | None = Field(None, gt=0, description="declared 16-bit floating-point operations per second, for operators")
+    slowdown_celsius: float | None = Field(
+        None, gt=0, le=200, description="from here on the device slows itself down; default: what NVML tells, else 83"
+    )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu or cuda:N")
     level: str = Field(
         "auto",

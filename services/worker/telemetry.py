@@ -2,6 +2,7 @@
 
 import platform
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from services.worker.nvml import Gpu
 
 CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 """Names under which Linux reports processors, best first."""
+SLOPE_READINGS = 8
+"""Readings over which a temperature's slope is told: sensors are coarse."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Telemetry:
     memory_busy_percent: float | None = None  # of the time: its memory was read or written
     sm_clock_mhz: float | None = None
     memory_clock_mhz: float | None = None
+    memory_bytes_per_second: float | None = None  # at most
+    slowdown_celsius: float | None = None  # from here on it slows itself down
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,28 @@ class Sensors:
         self._clock = clock
         self._read_at = self._clock()
         self._reading = self._read_now()
+        self._temperatures: deque[tuple[float, float]] = deque(maxlen=SLOPE_READINGS)
+        self._note()
 
     def read(self) -> Telemetry:
         """The newest reading."""
         now = self._clock()
         if now - self._read_at >= self._max_age_seconds:
             self._read_at, self._reading = now, self._read_now()
+            self._note()
         return self._reading
+
+    @property
+    def celsius_per_second(self) -> float | None:
+        """How fast it has warmed over the last readings; None while there are too few."""
+        if len(self._temperatures) < 2:
+            return None
+        (began, first), (ended, last) = self._temperatures[0], self._temperatures[-1]
+        return (last - first) / (ended - began)
+
+    def _note(self) -> None:
+        if self._reading.temperature_celsius is not None:
+            self._temperatures.append((self._read_at, self._reading.temperature_celsius))
 
 
 def device_name(device: str) -> str:

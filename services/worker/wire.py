@@ -126,6 +126,12 @@ def append(delta: worker_pb2.TokenDelta, output: TokenOutput) -> None:
         delta.grammar_complete = output.finish_reason is FinishReason.COMPLETE
 
 
+def step_time_model(line: tuple[float, float, float, float]) -> scheduler_pb2.StepTimeModel:
+    """For heartbeats; see StepTime.line."""
+    fixed, per_token, per_row, per_key = line
+    return scheduler_pb2.StepTimeModel(fixed_seconds=fixed, token_seconds=per_token, row_seconds=per_row, key_seconds=per_key)
+
+
 def size(output: TokenOutput) -> int:
     """About the bytes of an output on the wire."""
     num_bytes = 16 + 4 * len(output.token_ids)

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -17,7 +17,7 @@ from services.common.errors import Code, StatusError, unavailable
 from services.common.process import InternalHttp
 from services.common.tls import Identity
 from services.worker.engine.config import EngineConfig
-from services.worker.engine.engine import Engine
+from services.worker.engine.engine import Engine, EngineStats
 from services.worker.engine_loop import EngineLoop, Turn
 from services.worker.flight_record import InFlight
 from services.worker.leases import MAX_WAITING, Leases
@@ -32,7 +32,7 @@ from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
 from services.worker.watchdog import Pauses
-from services.worker.wire import Served, in_flight
+from services.worker.wire import Served, in_flight, step_time_model
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
@@ -66,6 +66,7 @@ class Worker:
         self.incarnation = secrets.token_hex(8)
         engines = {served.model: engine for engine, served in models}
         self._models = {served.model: served for _, served in models}
+        self._max_step_tokens = max(engine.config.max_step_tokens for engine in engines.values())
         self._settings = settings
         registry = CollectorRegistry()
         self._metrics = _metrics(registry, self._models.values(), settings)
@@ -189,10 +190,13 @@ class Worker:
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),
             loaded_models=list(self._models),
+            step_time=_slowest(stats),
+            num_prefill_tokens=sum(s.num_prefill_tokens for s in stats),
+            celsius_per_second=self._sensors.celsius_per_second,
         )
 
     def _register(self) -> scheduler_pb2.Register:
-        settings = self._settings
+        settings, reading = self._settings, self._sensors.read()
         return scheduler_pb2.Register(
             worker_id=settings.worker_id or f"{socket.gethostname()}-{split(self.address)[1]}",
             incarnation=self.incarnation,
@@ -204,6 +208,13 @@ class Worker:
             max_waiting=MAX_WAITING,
             region=settings.region,
             died_with=[in_flight(entry) for entry in self._died_with],
+            max_step_tokens=self._max_step_tokens,
+            capacity=scheduler_pb2.Capacity(
+                memory_bytes=reading.memory_total_bytes,
+                memory_bytes_per_second=settings.memory_bytes_per_second or reading.memory_bytes_per_second,
+                flops=settings.flops,
+                slowdown_celsius=settings.slowdown_celsius or reading.slowdown_celsius,
+            ),
         )
 
     def _observe(self, turn: Turn) -> None:
@@ -250,6 +261,12 @@ def _metrics(registry: CollectorRegistry, models: Collection[Served], settings: 
         for served in models
     }
     return WorkerMetrics(registry, throughputs, max_model_len=max(served.max_model_len for served in models))
+
+
+def _slowest(stats: Iterable[EngineStats]) -> scheduler_pb2.StepTimeModel | None:
+    """The step times of the model that takes longest: a worker tells one for all that it serves."""
+    known = [s.step_time for s in stats if s.step_time is not None]
+    return step_time_model(max(known)) if known else None
 
 
 def _told(served: Served) -> scheduler_pb2.WorkerModel:

@@ -78,6 +78,12 @@ class Batcher:
     def has_work(self) -> bool:
         return bool(self.queue.requests or self._news)
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        """To be computed before those that don't decode yield their next token; what waits may still find some of them cached."""
+        lacking = (sequence.num_lacking_tokens for group in (self.queue.running, self.queue.waiting) for sequence in group)
+        return sum(num_tokens for num_tokens in lacking if num_tokens > 1)
+
     # --- requests come and go
 
     def add(self, request: EngineRequest) -> None:

@@ -73,6 +73,8 @@ class EngineStats:
     num_swapped_blocks: int
     num_swapped_tokens: int
     step_time_error: float  # mean relative error of the latest steps' foretold times
+    step_time: tuple[float, float, float, float] | None  # seconds fixed, per token, row and key; None while too few steps were seen
+    num_prefill_tokens: int  # to be computed before the next tokens of those that don't decode
     num_drafts: int  # spans with a draft
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -292,6 +294,8 @@ class Engine:
             num_swapped_blocks=cache.swapped_blocks,
             num_swapped_tokens=cache.swapped_tokens,
             step_time_error=self.batcher.step_time.error,
+            step_time=self.batcher.step_time.line,
+            num_prefill_tokens=self.batcher.num_prefill_tokens,
             num_drafts=speculation.drafts,
             num_draft_tokens=speculation.draft_tokens,
             num_accepted_tokens=speculation.accepted_tokens,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from services.worker.telemetry import Sensors, device_name
+from services.worker.telemetry import SLOPE_READINGS, Sensors, device_name
 
 
 def test_memory_is_there() -> None:
@@ -45,3 +45,19 @@ def test_sensors_are_asked_once_a_second(monkeypatch: pytest.MonkeyPatch) -> Non
     now[0] = 1.0
     sensors.read()
     assert len(asked) == 2
+
+
+def test_how_fast_it_warms_is_told_over_the_last_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, celsius = [0.0], [50.0]
+    monkeypatch.setattr(psutil, "sensors_temperatures", lambda: {"coretemp": [SimpleNamespace(current=celsius[0])]})
+    sensors = Sensors("cpu", clock=lambda: now[0])
+    assert sensors.celsius_per_second is None, "one reading has no slope"
+    for _ in range(SLOPE_READINGS):
+        now[0] += 1.0
+        celsius[0] += 0.5
+        sensors.read()
+    assert sensors.celsius_per_second == pytest.approx(0.5)
+    for _ in range(SLOPE_READINGS):
+        now[0] += 1.0
+        sensors.read()
+    assert sensors.celsius_per_second == 0
