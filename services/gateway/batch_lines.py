@@ -42,7 +42,8 @@ class Parts:
 
     def feed(self, data: bytes) -> Iterator[Part]:
         """The parts that are whole now."""
-        yield from self._cut(data, final=False)
+        for start in range(0, len(data), _PART_BYTES):
+            yield from self._cut(data[start : start + _PART_BYTES], final=False)
 
     def end(self) -> Iterator[Part]:
         """The last part."""
