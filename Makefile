@@ -15,7 +15,7 @@ ARGS ?=
 JOBS ?= 2
 COMPOSE_FILES := -f deploy/compose.yaml $(if $(OBSERVE),-f deploy/compose.observe.yaml)
 
-.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing bench-sharing bench-place bench-place-rpc bench-routing \
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak batch-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing bench-sharing bench-place bench-place-rpc bench-routing \
   bench-speculation speculation-lossless config-table compose-up compose-down compose-test clean \
   bench-metrics dashboards dashboards-live test-rules
 
@@ -114,6 +114,9 @@ dashboards: setup ## Write the Grafana dashboards in deploy/grafana from their p
 
 cancel-soak: setup ## 3,000 requests cancelled at random times
 	@FOREBAY_CANCELS=3000 $(BIN)/python -m pytest tests/e2e/test_cancellation.py -k at_any_time $(ARGS)
+
+batch-soak: setup ## A job of 1,000 lines while gateway, scheduler, worker and Valkey are killed in turn, as JSON lines
+	@$(BIN)/python -m bench.batches $(ARGS)
 
 bench-serving: setup ## Load on a running mesh (make up): requests/s, TTFT and ITL as JSON lines
 	@$(BIN)/python -m bench.serving $(ARGS)

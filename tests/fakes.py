@@ -9,7 +9,17 @@ from typing import Any, TypeVar
 
 import grpc
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, explain_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from forebay.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    batch_pb2_grpc,
+    explain_pb2,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from services.common import rpc
 from services.common.errors import StatusError, abort, unavailable
 from services.common.tls import Identity
@@ -232,12 +242,15 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         self.org_questions: Journal[str] = Journal()
         self.key_questions: Journal[bytes] = Journal()
         self.acts: Journal[Any] = Journal()  # requests of operators, but for GetFleet
+        self.batches: batch_pb2_grpc.BatchServiceServicer | None = None  # what answers BatchService
         self._leases: dict[str, scheduler_pb2.Lease] = {}
         self._turn = 0
 
     def register(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self, server)
+        if self.batches is not None:
+            batch_pb2_grpc.add_BatchServiceServicer_to_server(self.batches, server)
 
     async def Place(self, request: scheduler_pb2.PlaceRequest, context: Any) -> None:
         self.places.append(request)

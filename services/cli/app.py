@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli import api_keys, orgs, policy
+from services.cli import api_keys, batch, orgs, policy
 from services.cli.certs import certs
 from services.cli.demo import demo
 from services.cli.drain import drain, undrain
@@ -25,7 +25,7 @@ from services.cli.usage import audit, usage
 app = typer.Typer(name="forebay", pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 for command in (up, run, embed, ps, models, queue, workers, drain, undrain, top, explain, usage, audit, certs, demo):
     app.command()(command)
-for group in (api_keys.app, orgs.app, policy.app):
+for group in (batch.app, api_keys.app, orgs.app, policy.app):
     app.add_typer(group)
 
 

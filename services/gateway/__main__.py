@@ -16,11 +16,14 @@ from services.common.settings import SettingsError, read
 from services.common.tls import Identity
 from services.gateway.api_keys import ApiKeys
 from services.gateway.auth import Authenticator
+from services.gateway.batch_runner import BatchRunner
+from services.gateway.batches import Jobs
 from services.gateway.catalogue import Catalogue
 from services.gateway.fleet import FleetWatch
 from services.gateway.gateway import Gateway, OpenCalls
 from services.gateway.http.app import create_app
 from services.gateway.http.connection import Connection, ConnectionLimits
+from services.gateway.http.line import LineFace
 from services.gateway.keys import FileKeys, KeySource, UrlKeys
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
@@ -58,6 +61,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         grpc_port = rpc.bind(grpc_server, settings.grpc_address, public)
         http_port, internal_port = await http_server.start(), await internal.start()
         await grpc_server.start()
+        runner = asyncio.create_task(_runner(gateway, settings.batch_lines).run(), name="run jobs")
+        parts.push_async_callback(_cancel, runner)
         announce(
             "listening",
             service="gateway",
@@ -65,8 +70,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             http_address=with_port(settings.http_address, http_port),
             internal_address=with_port(settings.internal_address, internal_port),
         )
-        await process.until(stop, watch)
+        await process.until(stop, watch, runner)
         gateway.draining = True
+        await _cancel(runner)  # its lines are for others now
         await rpc.set_health(health, serving=False, service_names=SERVICE_NAMES)
         await asyncio.gather(grpc_server.stop(settings.drain_seconds), http_server.stop())
 
@@ -74,6 +80,13 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait({task})
+
+
+def _runner(gateway: Gateway, most: int) -> BatchRunner:
+    """What runs jobs' lines here."""
+    runner = BatchRunner(Jobs(gateway.mesh), LineFace(gateway).answer, gateway.metrics, most=most)
+    gateway.wake_runner = runner.wake
+    return runner
 
 
 def build(settings: GatewaySettings, registry: CollectorRegistry) -> Gateway:

@@ -1,6 +1,6 @@
 """What both faces work with, put together once: who may call, which models there are, and the mesh behind them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -50,6 +50,8 @@ class Gateway:
     slow_reader_seconds: float = 30.0
     """A client that takes nothing for so long is given up; until then only its own stream waits."""
     draining: bool = False
+    wake_runner: Callable[[], None] = lambda: None
+    """Tells the runner of jobs that there is work."""
 
     @property
     def deadlines(self) -> Mapping[LatencyClass, float]:

@@ -20,6 +20,7 @@ from services.gateway.gateway import Gateway
 _log = log.get(__name__)
 
 MESSAGE_SECONDS = 30.0
+_Take = Callable[[AsyncIterator[bytes], Callable[[bytes], Any]], Awaitable[Any]]
 _caller: ContextVar[Caller] = ContextVar("caller")
 _received_at: ContextVar[float] = ContextVar("received_at")
 
@@ -45,15 +46,16 @@ class Edge(grpc.aio.ServerInterceptor):
     ) -> Any:
         """The method's handler, as one that takes a stream: such a one is called before the message is read."""
         handler = await continuation(details)
-        method = (handler.unary_stream or handler.unary_unary) if handler is not None else None
+        method = (handler.unary_stream or handler.unary_unary or handler.stream_unary) if handler is not None else None
         if method is None or not details.method.startswith("/forebay."):
             return handler
-        call = self._wrapped(method, handler.request_deserializer, details.method)
+        take = _each if handler.request_streaming else _only
+        call = self._wrapped(method, handler.request_deserializer, take, details.method)
         kind = "stream_stream" if handler.response_streaming else "stream_unary"
         return handler._replace(request_streaming=True, request_deserializer=None, unary_stream=None, unary_unary=None, **{kind: call})
 
     def _wrapped(
-        self, method: Callable[[Any, Any], Awaitable[Any]], parse: Callable[[bytes], Any], name: str
+        self, method: Callable[[Any, Any], Awaitable[Any]], parse: Callable[[bytes], Any], take: _Take, name: str
     ) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
         async def call(messages: AsyncIterator[bytes], context: Any) -> Any:
             status = Code.CANCELLED
@@ -61,7 +63,7 @@ class Edge(grpc.aio.ServerInterceptor):
             try:
                 _caller.set(await self._authenticate(context, name))
                 with self._gateway.calls.one():
-                    answer = await method(await _only(messages, parse), context)
+                    answer = await method(await take(messages, parse), context)
                 status = Code.OK
                 return answer
             except StatusError as error:
@@ -90,8 +92,28 @@ class Edge(grpc.aio.ServerInterceptor):
         return caller
 
 
+async def _each(messages: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+    """The call's messages, as they come."""
+
+    async def parsed() -> AsyncIterator[Any]:
+        message = await _next(messages, parse)
+        while message is not None:
+            yield message
+            message = await _next(messages, parse)
+
+    return parsed()
+
+
 async def _only(messages: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> Any:
     """The call's one message."""
+    message = await _next(messages, parse)
+    if message is None:
+        raise StatusError(Code.INVALID_ARGUMENT, "the call has no message", reason="MALFORMED_MESSAGE")
+    return message
+
+
+async def _next(messages: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> Any:
+    """The next message; None: there is none."""
     try:
         async with asyncio.timeout(MESSAGE_SECONDS):
             return parse(await anext(messages))
@@ -99,7 +121,7 @@ async def _only(messages: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -
         words = f"the request had not come whole after {MESSAGE_SECONDS:g} s: send it faster"
         raise StatusError(Code.DEADLINE_EXCEEDED, words, reason="MESSAGE_TOO_SLOW") from None
     except StopAsyncIteration:
-        raise StatusError(Code.INVALID_ARGUMENT, "the call has no message", reason="MALFORMED_MESSAGE") from None
+        return None
     except DecodeError as error:
         words = f"the request is not a message of this method: {error}"
         raise StatusError(Code.INVALID_ARGUMENT, words, reason="MALFORMED_MESSAGE") from None

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, worker_pb2_grpc
+from forebay.v1 import admin_pb2, admin_pb2_grpc, batch_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, worker_pb2_grpc
 from services.common import log, rpc
 from services.common.errors import Code, StatusError, from_rpc, unavailable
 from services.common.tls import Identity
@@ -81,6 +81,7 @@ class Scheduler:
     channel: grpc.aio.Channel
     stub: "scheduler_pb2_grpc.SchedulerServiceAsyncStub"
     admin: "admin_pb2_grpc.AdminServiceAsyncStub"
+    batches: "batch_pb2_grpc.BatchServiceAsyncStub"
     failed_until: float = 0.0
 
 
@@ -116,7 +117,8 @@ class Mesh:
         channel = rpc.channel(address, self._identity, "scheduler")
         stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
-        return Scheduler(address, channel, stub, admin)
+        batches: Any = batch_pb2_grpc.BatchServiceStub(channel)
+        return Scheduler(address, channel, stub, admin, batches)
 
     def in_turn(self) -> list[Scheduler]:
         """All schedulers, those that failed lately last, the others from the one whose turn it is."""
@@ -207,7 +209,7 @@ class Mesh:
         self._workers.clear()
         for scheduler in self._schedulers:  # in place: calls that ask one after the other hold on to it
             fresh = self._connect(scheduler.address)
-            scheduler.channel, scheduler.stub, scheduler.admin = fresh.channel, fresh.stub, fresh.admin
+            scheduler.channel, scheduler.stub, scheduler.admin, scheduler.batches = fresh.channel, fresh.stub, fresh.admin, fresh.batches
         for channel in old:
             task = asyncio.create_task(channel.close(_LAST_CALLS_SECONDS))
             self._closing.add(task)

@@ -56,6 +56,15 @@ class GatewayMetrics:
         self.kept = counter("slo_met", "Those of them that met the targets for the first token and for each further one", line)
         self.replacements = Counter("forebay_replacements", "Requests placed again: a worker was lost or had no room", registry=registry)
         self.migrations = Counter("forebay_migrations", "Those of them that the client had tokens of already", registry=registry)
+        self.batch_lines = counter(
+            "batch_lines", "Lines of jobs: completed, failed, returned to be run later, lost to others, refused as another's", ["result"]
+        )
+        for result in ("completed", "failed", "returned", "lost", "refused"):
+            self.batch_lines.labels(result)
+        self.batch_in_flight = Gauge("forebay_batch_lines_in_flight", "Lines of jobs that run here", registry=registry)
+        self.batch_runner_failures = Counter(
+            "forebay_batch_runner_failures", "Times that what runs jobs broke and began anew", registry=registry
+        )
         self.running = Gauge("forebay_requests_in_flight", "Requests that have not ended", ["face"], registry=registry)
         self.org_requests = counter("org_requests", "Requests that ended, by org", org)
         self.org_errors = counter("org_errors", "Those of them that failed, by org", org)

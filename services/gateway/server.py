@@ -13,6 +13,7 @@ from services.common import rpc
 from services.common.errors import Code, StatusError, invalid
 from services.gateway import strict_json
 from services.gateway.admin import AdminService
+from services.gateway.batch_methods import BatchMethods
 from services.gateway.conversation import ChatOptions
 from services.gateway.embed_call import numbers
 from services.gateway.embed_request import admit_embedding
@@ -40,7 +41,7 @@ def make_server(gateway: Gateway, max_connections: int | None = None) -> tuple[g
     return server, rpc.add_standard_services(server, SERVICE_NAMES)
 
 
-class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+class InferenceService(BatchMethods):
     """Generation, counting and models.
 
     Streams are written with `context.write` and not as generators: a cancelled call then always raises in here, and never
@@ -48,6 +49,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """
 
     def __init__(self, gateway: Gateway) -> None:
+        super().__init__(gateway)
         self._gateway = gateway
         self._generations = Generations(gateway.mesh, gateway.metrics, "grpc")
         self._embeddings = Embeddings(gateway.mesh, gateway.metrics, "grpc")

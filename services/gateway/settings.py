@@ -29,6 +29,7 @@ class GatewaySettings(ServiceSettings):
     metrics_orgs: int = Field(
         50, ge=0, le=1000, description="orgs with figures of their own in /metrics, those of policy_file first; the rest is `other`"
     )
+    batch_lines: int = Field(32, ge=0, le=500, description="lines of batch jobs that run at once, where others leave room; 0: none here")
     drain_seconds: float = Field(30.0, ge=0, description="open streams may go on for so long after SIGTERM")
 
     @property

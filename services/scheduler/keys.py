@@ -27,6 +27,23 @@ orgs                   hash     org -> what operators have set over the policy f
 drained                hash     worker or node that an operator has taken out of service -> who did
 api_keys               hash     SHA-256 of an API key, in hex -> whose it is (JSON)
 audit                  list     the latest acts of operators (JSON), newest first
+file:<id>              hash     a file: whose, name, purpose, state, bytes, lines, times, and how many open jobs read it
+parts:<file>           hash     number -> a part of an uploaded file: whole lines, about 64 KiB
+starts:<file>          zset     numbers of the parts by the number of their first line
+results:<file>         hash     line -> its result, in a job's output or error file
+files:<org>            zset     ids of files by the time they came
+stored                 hash     org -> bytes of its files; '' -> of all
+expiring               zset     "file:id" and "batch:id" by the time at which they go
+batch:<id>             hash     a job: whose, input file, endpoint, state, times, counts, errors
+batches:<org>          zset     ids of jobs by the time they came
+open:<org>             set      ids of jobs that are not over
+ready                  zset     ids of open jobs by the time from which there may be a line to take
+todo:<batch>           zset     lines that nobody works on, by the time from which they may be taken
+taken:<batch>          zset     lines that are worked on, by the time at which they are lost
+tries:<batch>          hash     line -> times that it was taken, which is the epoch of whoever holds it
+strikes:<batch>        hash     line -> times that it was lost, or failed on our side
+ended:<batch>          list     lines that have a result, in the order in which they came; negative ones (-1 - line) are errors
+submitted:<org>:<key>  string   [job, fingerprint] (JSON) of an idempotency key; expires with the files
 swept                  hash     when somebody last looked for what is overdue, and since when without a gap
 events                 channel  what other schedulers want to know at once: queued, placed, room, shed, orgs
 """
@@ -65,6 +82,23 @@ _PARTS = {
     "drained": "drained",
     "api_keys": "api_keys",
     "audit": "audit",
+    "file": "file:",
+    "parts": "parts:",
+    "starts": "starts:",
+    "results": "results:",
+    "files": "files:",
+    "stored": "stored",
+    "expiring": "expiring",
+    "batch": "batch:",
+    "batches": "batches:",
+    "open": "open:",
+    "ready": "ready",
+    "todo": "todo:",
+    "taken": "taken:",
+    "tries": "tries:",
+    "strikes": "strikes:",
+    "ended": "ended:",
+    "submitted": "submitted:",
     "swept": "swept",
     "events": "events",
 }
@@ -83,6 +117,9 @@ EXPLAINED_BYTES = PREFIX + _PARTS["explained_bytes"]
 ORGS = PREFIX + _PARTS["orgs"]
 DRAINED = PREFIX + _PARTS["drained"]
 API_KEYS = PREFIX + _PARTS["api_keys"]
+STORED = PREFIX + _PARTS["stored"]
+EXPIRING = PREFIX + _PARTS["expiring"]
+READY = PREFIX + _PARTS["ready"]
 AUDIT = PREFIX + _PARTS["audit"]
 
 LUA_TABLE = "local K = {" + ", ".join(f"{name} = '{PREFIX}{part}'" for name, part in _PARTS.items()) + "}\n"
@@ -142,6 +179,57 @@ def usage(day: int, org: str) -> str:
 def explanation(request_id: str) -> str:
     """Key of what explains a request."""
     return PREFIX + _PARTS["explanation"] + request_id
+
+
+def file(file_id: str) -> str:
+    """Key of what is known of a file."""
+    return PREFIX + _PARTS["file"] + file_id
+
+
+def parts(file_id: str) -> str:
+    """Key of an uploaded file's text."""
+    return PREFIX + _PARTS["parts"] + file_id
+
+
+def starts(file_id: str) -> str:
+    """Key of where an uploaded file's parts begin."""
+    return PREFIX + _PARTS["starts"] + file_id
+
+
+def results(file_id: str) -> str:
+    """Key of the results in a job's output or error file."""
+    return PREFIX + _PARTS["results"] + file_id
+
+
+def files(org: str) -> str:
+    """Key of an org's files."""
+    return PREFIX + _PARTS["files"] + org
+
+
+def batch(batch_id: str) -> str:
+    """Key of a job."""
+    return PREFIX + _PARTS["batch"] + batch_id
+
+
+def batches(org: str) -> str:
+    """Key of an org's jobs."""
+    return PREFIX + _PARTS["batches"] + org
+
+
+def open_batches(org: str) -> str:
+    """Key of an org's jobs that are not over."""
+    return PREFIX + _PARTS["open"] + org
+
+
+def lines_of(batch_id: str) -> tuple[str, str, str, str, str]:
+    """Keys of a job's lines: to do, taken, tries, strikes, ended."""
+    todo, taken, tries, strikes, ended = (PREFIX + _PARTS[name] + batch_id for name in ("todo", "taken", "tries", "strikes", "ended"))
+    return todo, taken, tries, strikes, ended
+
+
+def submitted(org: str, key: str) -> str:
+    """Key of what an idempotency key made. An org's name has no colon."""
+    return f"{PREFIX}{_PARTS['submitted']}{org}:{key}"
 
 
 def line_name(model: str, latency_class: int) -> str:

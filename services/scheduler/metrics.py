@@ -83,6 +83,8 @@ class Metrics:
             ),
             gauge("forebay_leases", "Live leases, in the whole mesh.", state.num_leases),
             gauge("forebay_place_streams", "Place streams waiting at this scheduler.", state.num_streams),
+            gauge("forebay_batches_open", "Jobs that are not over, in the whole mesh.", state.open_batches),
+            gauge("forebay_batch_stored_bytes", "Bytes of files and results that are kept, in the whole mesh.", state.stored_bytes),
             gauge("forebay_redis_away", "1 while Redis doesn't answer.", state.redis_away),
             counter("forebay_redis_failures", "Calls to Redis that failed.", state.num_redis_failures),
             gauge("forebay_policy_refused", "1 while the policy file, as it is, can't be used.", state.policy_refused),
@@ -107,6 +109,8 @@ class State:
     num_redis_failures: Callable[[], int]
     policy_refused: Callable[[], bool]
     num_policy_failures: Callable[[], int]
+    open_batches: Callable[[], int]
+    stored_bytes: Callable[[], int]
 
 
 def _rows(lines: Mapping[tuple[str, int], tuple[int, float]], index: int) -> Rows:

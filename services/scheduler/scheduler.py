@@ -16,9 +16,11 @@ from services.common.errors import Code, StatusError
 from services.policy.watched import PolicyFile
 from services.scheduler.api_keys import ApiKeys
 from services.scheduler.audit import Audit
+from services.scheduler.batches import Batches, Swept
 from services.scheduler.dispatcher import Dispatcher
 from services.scheduler.drains import Drains
 from services.scheduler.explanations import Explanations
+from services.scheduler.files import Caps, Files
 from services.scheduler.keeper import Keeper
 from services.scheduler.ledger import Lease, Ledger, Timing
 from services.scheduler.metrics import Metrics, State
@@ -50,6 +52,7 @@ class Options:
     """After another scheduler's event: it acts first, so that commits seldom race."""
     timing: Timing = field(default_factory=Timing)
     rules: Rules = field(default_factory=Rules)
+    caps: Caps = field(default_factory=Caps)
 
     @classmethod
     def of(cls, settings: SchedulerSettings) -> "Options":
@@ -68,6 +71,12 @@ class Options:
                 routing=ROUTINGS[settings.routing],
                 distance=settings.distance,
                 fifo=settings.queue_order == "arrival",
+            ),
+            caps=Caps(
+                file=settings.max_file_bytes,
+                org=settings.org_storage_bytes,
+                all=settings.storage_bytes,
+                keep_seconds=settings.file_retention_seconds,
             ),
         )
 
@@ -92,6 +101,9 @@ class Scheduler:
         self.api_keys = ApiKeys(store, self.audit)
         self.usage = Usage(store)
         self.explanations = Explanations(store)
+        self.files = Files(store, options.caps)
+        self.batches = Batches(store, options.caps)
+        self.stored = Swept()
         self.keeper = Keeper(
             self.ledger, self.registry, self.rules, self.waiting, self.metrics, self.orgs,
             poll_seconds=options.poll_seconds, no_worker_seconds=options.no_worker_seconds,
@@ -108,7 +120,14 @@ class Scheduler:
 
     def start(self) -> None:
         """Starts the loops."""
-        loops = [self.dispatcher.run(), self.keeper.run(), self.keeper.tell_positions(), self._listen(), self._watch_orgs()]
+        loops = [
+            self.dispatcher.run(),
+            self.keeper.run(),
+            self.keeper.tell_positions(),
+            self._listen(),
+            self._watch_orgs(),
+            self._sweep_files(),
+        ]
         self._loops = [asyncio.create_task(loop) for loop in loops]
 
     async def run_until(self, stop: asyncio.Event) -> None:
@@ -182,6 +201,8 @@ class Scheduler:
             num_redis_failures=lambda: self.store.num_failures,
             policy_refused=lambda: bool(self.orgs.file.problem),
             num_policy_failures=lambda: self.orgs.file.num_failures,
+            open_batches=lambda: self.stored.num_open,
+            stored_bytes=lambda: self.stored.num_bytes,
         )
 
     def _waiting_by_model(self) -> dict[str, int]:
@@ -195,6 +216,13 @@ class Scheduler:
             with suppress(StatusError):  # Redis is away.
                 await self.refresh()
             self.orgs.file.look()
+            await asyncio.sleep(self.options.poll_seconds)
+
+    async def _sweep_files(self) -> None:
+        """Takes out files and jobs whose time is over, and looks how much is stored."""
+        while True:
+            with suppress(StatusError):  # Redis is away.
+                self.stored = await self.batches.sweep()
             await asyncio.sleep(self.options.poll_seconds)
 
     async def _listen(self) -> None:

@@ -1,4 +1,4 @@
-"""SchedulerService and AdminService: protos in, protos out. What happens is decided elsewhere."""
+"""SchedulerService, and all services on one server: protos in, protos out. What happens is decided elsewhere."""
 
 import asyncio
 import time
@@ -7,12 +7,13 @@ from contextlib import suppress
 
 import grpc
 
-from forebay.v1 import admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from forebay.v1 import admin_pb2_grpc, batch_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from services.common import errors, log, rpc, tracing
 from services.common.errors import Code, StatusError, invalid
 from services.common.metrics import exemplar
 from services.scheduler import quota
 from services.scheduler.admin import AdminServicer
+from services.scheduler.batch_server import BatchServicer
 from services.scheduler.ledger import Held, Lease
 from services.scheduler.metrics import class_label, finish_label
 from services.scheduler.policy.fleet import impossible
@@ -26,7 +27,7 @@ LOG = log.get(__name__)
 MAX_REGION = 64
 MAX_TRACEPARENT = 55
 """Characters of a W3C traceparent."""
-SERVICES = ["forebay.v1.SchedulerService", "forebay.v1.AdminService"]
+SERVICES = ["forebay.v1.SchedulerService", "forebay.v1.AdminService", "forebay.v1.BatchService"]
 CALLERS = {"/forebay.v1.SchedulerService/Attach": "worker", "/forebay.": "gateway"}
 """The role that may call what, where certificates tell it."""
 
@@ -38,9 +39,10 @@ AttachContext = grpc.aio.ServicerContext[scheduler_pb2.AttachRequest, scheduler_
 
 
 def add_services(server: grpc.aio.Server, scheduler: Scheduler) -> None:
-    """Adds both services, health, reflection and channelz."""
+    """Adds the services, health, reflection and channelz."""
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(scheduler), server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(scheduler), server)
+    batch_pb2_grpc.add_BatchServiceServicer_to_server(BatchServicer(scheduler.files, scheduler.batches), server)
     rpc.add_standard_services(server, SERVICES, internal=True)
 
 

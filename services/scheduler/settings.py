@@ -73,6 +73,10 @@ class SchedulerSettings(ServiceSettings):
     start_seconds: float = Field(3.5, gt=0, description="a lease must be listed within so long: 2 s to start and a heartbeat's slack")
     stream_gone_seconds: float = Field(5, gt=0, description="a queued ticket without a Place stream for so long is dropped")
     default_deadline_seconds: float = Field(600, gt=0, description="for tickets that come without a deadline")
+    max_file_bytes: int = Field(64 << 20, ge=1, description="size of one file of a batch job")
+    org_storage_bytes: int = Field(256 << 20, ge=1, description="files and results that one org may keep in Redis; its jobs wait when full")
+    storage_bytes: int = Field(1 << 30, ge=1, description="the same of all orgs together; Redis keeps all of it in memory")
+    file_retention_seconds: int = Field(86_400, ge=1, description="how long files are kept, and jobs and their results after their end")
     poll_seconds: float = Field(1, gt=0, description="how often to look without having been woken, and to keep house")
 
     @cached_property

@@ -31,7 +31,7 @@ FRESH_SECONDS = 1.0
 """Trouble younger than this is worth a moment's wait (a stalled disk, a failover); callers are told so by RetryInfo."""
 
 
-_SHARED = ("clock", "quota", "usage", "turns", "common")
+_SHARED = ("clock", "quota", "usage", "turns", "common", "jobs")
 """Scripts that are no calls of their own, each using those before it."""
 _SCHEMA_CHECK: Sequence[Sequence[str]] = (["SET", keys.SCHEMA, keys.SCHEMA_VERSION, "NX"], ["GET", keys.SCHEMA])
 

@@ -22,66 +22,93 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from forebay.v1 import batch_pb2 as forebay_dot_v1_dot_batch__pb2
 from forebay.v1 import types_pb2 as forebay_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66orebay/v1/inference.proto\x12\nforebay.v1\x1a\x16\x66orebay/v1/types.proto\"\xde\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.forebay.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.forebay.v1.SamplingParams\x12/\n\rlatency_class\x18\x05 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\r\n\x05label\x18\x06 \x01(\t\x12\x0c\n\x04\x65\x63ho\x18\x07 \x01(\x08\x42\x08\n\x06prompt\"\x8d\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12(\n\ntool_calls\x18\x04 \x03(\x0b\x32\x14.forebay.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\xfe\x02\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.forebay.v1.ChatMessage\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.forebay.v1.SamplingParams\x12/\n\rlatency_class\x18\x04 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\r\n\x05label\x18\x05 \x01(\t\x12\x1f\n\x05tools\x18\x06 \x03(\x0b\x32\x10.forebay.v1.Tool\x12\'\n\ttool_mode\x18\x07 \x01(\x0e\x32\x14.forebay.v1.ToolMode\x12\x11\n\ttool_name\x18\x08 \x01(\t\x12 \n\x13parallel_tool_calls\x18\t \x01(\x08H\x00\x88\x01\x01\x12\x1c\n\x0f\x65nable_thinking\x18\n \x01(\x08H\x01\x88\x01\x01\x42\x16\n\x14_parallel_tool_callsB\x12\n\x10_enable_thinking\"\xdd\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1a\n\x12system_fingerprint\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x05\x12/\n\rlatency_class\x18\x05 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\x0c\n\x04seed\x18\x06 \x01(\x03\x12\r\n\x05label\x18\x07 \x01(\t\x12.\n\x0clowered_from\x18\x08 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\"\xff\x01\n\x05\x44\x65lta\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\x05\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.forebay.v1.PositionLogprobs\x12\x35\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1c.forebay.v1.PositionLogprobs\x12\x11\n\treasoning\x18\x07 \x01(\t\x12-\n\ntool_calls\x18\x08 \x03(\x0b\x32\x19.forebay.v1.ToolCallDelta\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"W\n\x08\x46inished\x12)\n\x07reasons\x18\x01 \x03(\x0e\x32\x18.forebay.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.forebay.v1.Usage\"\x91\x01\n\x10GenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.forebay.v1.StartedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.forebay.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.forebay.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x8d\x01\n\x0c\x43hatResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.forebay.v1.StartedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.forebay.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.forebay.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xad\x01\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x06inputs\x18\x02 \x03(\x0b\x32\x16.forebay.v1.EmbedInput\x12\x17\n\ndimensions\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12/\n\rlatency_class\x18\x04 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\r\n\x05label\x18\x05 \x01(\tB\r\n\x0b_dimensions\"M\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.forebay.v1.TokenIdsH\x00\x42\x07\n\x05input\"\x98\x01\n\rEmbedResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.forebay.v1.StartedH\x00\x12,\n\nembeddings\x18\x02 \x01(\x0b\x32\x16.forebay.v1.EmbeddingsH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.forebay.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"7\n\nEmbeddings\x12)\n\nembeddings\x18\x01 \x03(\x0b\x32\x15.forebay.v1.Embedding\"*\n\tEmbedding\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06values\x18\x02 \x03(\x02\"n\n\x12\x43ountTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x30\n\x0c\x63onversation\x18\x03 \x01(\x0b\x32\x18.forebay.v1.ConversationH\x00\x42\x07\n\x05input\"\xee\x01\n\x0c\x43onversation\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.forebay.v1.ChatMessage\x12\x1f\n\x05tools\x18\x02 \x03(\x0b\x32\x10.forebay.v1.Tool\x12\'\n\ttool_mode\x18\x03 \x01(\x0e\x32\x14.forebay.v1.ToolMode\x12\x11\n\ttool_name\x18\x04 \x01(\t\x12\x1c\n\x0f\x65nable_thinking\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12$\n\x07grammar\x18\x06 \x01(\x0b\x32\x13.forebay.v1.GrammarB\x12\n\x10_enable_thinking\"S\n\x13\x43ountTokensResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.forebay.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"4\n\x10GetModelResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.forebay.v1.Model\"\xc8\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\r\n\x05level\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x12\n\nvocab_size\x18\x06 \x01(\x05\x12\x14\n\x0c\x63\x61pabilities\x18\x07 \x03(\t\x12\r\n\x05ready\x18\x08 \x01(\x08\x12\x1c\n\x14\x63reated_unix_seconds\x18\t \x01(\x03\x12\x12\n\ndimensions\x18\n \x01(\x05*e\n\x08ToolMode\x12\x19\n\x15TOOL_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eTOOL_MODE_NONE\x10\x01\x12\x12\n\x0eTOOL_MODE_AUTO\x10\x02\x12\x16\n\x12TOOL_MODE_REQUIRED\x10\x03\x32\xbc\x03\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.forebay.v1.GenerateRequest\x1a\x1c.forebay.v1.GenerateResponse0\x01\x12;\n\x04\x43hat\x12\x17.forebay.v1.ChatRequest\x1a\x18.forebay.v1.ChatResponse0\x01\x12>\n\x05\x45mbed\x12\x18.forebay.v1.EmbedRequest\x1a\x19.forebay.v1.EmbedResponse0\x01\x12N\n\x0b\x43ountTokens\x12\x1e.forebay.v1.CountTokensRequest\x1a\x1f.forebay.v1.CountTokensResponse\x12K\n\nListModels\x12\x1d.forebay.v1.ListModelsRequest\x1a\x1e.forebay.v1.ListModelsResponse\x12\x45\n\x08GetModel\x12\x1b.forebay.v1.GetModelRequest\x1a\x1c.forebay.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66orebay/v1/inference.proto\x12\nforebay.v1\x1a\x16\x66orebay/v1/batch.proto\x1a\x16\x66orebay/v1/types.proto\"\xde\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x14.forebay.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.forebay.v1.SamplingParams\x12/\n\rlatency_class\x18\x05 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\r\n\x05label\x18\x06 \x01(\t\x12\x0c\n\x04\x65\x63ho\x18\x07 \x01(\x08\x42\x08\n\x06prompt\"\x8d\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12(\n\ntool_calls\x18\x04 \x03(\x0b\x32\x14.forebay.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\xfe\x02\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.forebay.v1.ChatMessage\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.forebay.v1.SamplingParams\x12/\n\rlatency_class\x18\x04 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\r\n\x05label\x18\x05 \x01(\t\x12\x1f\n\x05tools\x18\x06 \x03(\x0b\x32\x10.forebay.v1.Tool\x12\'\n\ttool_mode\x18\x07 \x01(\x0e\x32\x14.forebay.v1.ToolMode\x12\x11\n\ttool_name\x18\x08 \x01(\t\x12 \n\x13parallel_tool_calls\x18\t \x01(\x08H\x00\x88\x01\x01\x12\x1c\n\x0f\x65nable_thinking\x18\n \x01(\x08H\x01\x88\x01\x01\x42\x16\n\x14_parallel_tool_callsB\x12\n\x10_enable_thinking\"\xdd\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1a\n\x12system_fingerprint\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x05\x12/\n\rlatency_class\x18\x05 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\x0c\n\x04seed\x18\x06 \x01(\x03\x12\r\n\x05label\x18\x07 \x01(\t\x12.\n\x0clowered_from\x18\x08 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\"\xff\x01\n\x05\x44\x65lta\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\x05\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.forebay.v1.PositionLogprobs\x12\x35\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1c.forebay.v1.PositionLogprobs\x12\x11\n\treasoning\x18\x07 \x01(\t\x12-\n\ntool_calls\x18\x08 \x03(\x0b\x32\x19.forebay.v1.ToolCallDelta\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"W\n\x08\x46inished\x12)\n\x07reasons\x18\x01 \x03(\x0e\x32\x18.forebay.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.forebay.v1.Usage\"\x91\x01\n\x10GenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.forebay.v1.StartedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.forebay.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.forebay.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x8d\x01\n\x0c\x43hatResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.forebay.v1.StartedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.forebay.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.forebay.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xad\x01\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x06inputs\x18\x02 \x03(\x0b\x32\x16.forebay.v1.EmbedInput\x12\x17\n\ndimensions\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12/\n\rlatency_class\x18\x04 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\r\n\x05label\x18\x05 \x01(\tB\r\n\x0b_dimensions\"M\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.forebay.v1.TokenIdsH\x00\x42\x07\n\x05input\"\x98\x01\n\rEmbedResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.forebay.v1.StartedH\x00\x12,\n\nembeddings\x18\x02 \x01(\x0b\x32\x16.forebay.v1.EmbeddingsH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.forebay.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"7\n\nEmbeddings\x12)\n\nembeddings\x18\x01 \x03(\x0b\x32\x15.forebay.v1.Embedding\"*\n\tEmbedding\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06values\x18\x02 \x03(\x02\"n\n\x12\x43ountTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x30\n\x0c\x63onversation\x18\x03 \x01(\x0b\x32\x18.forebay.v1.ConversationH\x00\x42\x07\n\x05input\"\xee\x01\n\x0c\x43onversation\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.forebay.v1.ChatMessage\x12\x1f\n\x05tools\x18\x02 \x03(\x0b\x32\x10.forebay.v1.Tool\x12\'\n\ttool_mode\x18\x03 \x01(\x0e\x32\x14.forebay.v1.ToolMode\x12\x11\n\ttool_name\x18\x04 \x01(\t\x12\x1c\n\x0f\x65nable_thinking\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12$\n\x07grammar\x18\x06 \x01(\x0b\x32\x13.forebay.v1.GrammarB\x12\n\x10_enable_thinking\"S\n\x13\x43ountTokensResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.forebay.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"4\n\x10GetModelResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.forebay.v1.Model\"\xc8\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\r\n\x05level\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x12\n\nvocab_size\x18\x06 \x01(\x05\x12\x14\n\x0c\x63\x61pabilities\x18\x07 \x03(\t\x12\r\n\x05ready\x18\x08 \x01(\x08\x12\x1c\n\x14\x63reated_unix_seconds\x18\t \x01(\x03\x12\x12\n\ndimensions\x18\n \x01(\x05\"\xe1\x01\n\x0b\x42\x61tchHeader\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x14\n\x0cwindow_hours\x18\x02 \x01(\x05\x12\x37\n\x08metadata\x18\x03 \x03(\x0b\x32%.forebay.v1.BatchHeader.MetadataEntry\x12\x17\n\x0fidempotency_key\x18\x04 \x01(\t\x12\x15\n\rinput_file_id\x18\x05 \x01(\t\x12\x10\n\x08\x66ilename\x18\x06 \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Y\n\x12SubmitBatchRequest\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.forebay.v1.BatchHeaderH\x00\x12\x0f\n\x05lines\x18\x02 \x01(\x0cH\x00\x42\x07\n\x05piece\"7\n\x13SubmitBatchResponse\x12 \n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x11.forebay.v1.Batch\"#\n\x0fGetBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\"4\n\x10GetBatchResponse\x12 \n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x11.forebay.v1.Batch\"2\n\x12ListBatchesRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\x05\"K\n\x13ListBatchesResponse\x12\"\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x11.forebay.v1.Batch\x12\x10\n\x08has_more\x18\x02 \x01(\x08\"&\n\x12\x43\x61ncelBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\"7\n\x13\x43\x61ncelBatchResponse\x12 \n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x11.forebay.v1.Batch\"H\n\x14StreamResultsRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\x03\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\"\x7f\n\x15StreamResultsResponse\x12)\n\x06result\x18\x01 \x01(\x0b\x32\x17.forebay.v1.BatchResultH\x00\x12\"\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x11.forebay.v1.BatchH\x00\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x03\x42\x07\n\x05\x65vent*e\n\x08ToolMode\x12\x19\n\x15TOOL_MODE_UNSPECIFIED\x10\x00\x12\x12\n\x0eTOOL_MODE_NONE\x10\x01\x12\x12\n\x0eTOOL_MODE_AUTO\x10\x02\x12\x16\n\x12TOOL_MODE_REQUIRED\x10\x03\x32\xcd\x06\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.forebay.v1.GenerateRequest\x1a\x1c.forebay.v1.GenerateResponse0\x01\x12;\n\x04\x43hat\x12\x17.forebay.v1.ChatRequest\x1a\x18.forebay.v1.ChatResponse0\x01\x12>\n\x05\x45mbed\x12\x18.forebay.v1.EmbedRequest\x1a\x19.forebay.v1.EmbedResponse0\x01\x12N\n\x0b\x43ountTokens\x12\x1e.forebay.v1.CountTokensRequest\x1a\x1f.forebay.v1.CountTokensResponse\x12K\n\nListModels\x12\x1d.forebay.v1.ListModelsRequest\x1a\x1e.forebay.v1.ListModelsResponse\x12\x45\n\x08GetModel\x12\x1b.forebay.v1.GetModelRequest\x1a\x1c.forebay.v1.GetModelResponse\x12P\n\x0bSubmitBatch\x12\x1e.forebay.v1.SubmitBatchRequest\x1a\x1f.forebay.v1.SubmitBatchResponse(\x01\x12\x45\n\x08GetBatch\x12\x1b.forebay.v1.GetBatchRequest\x1a\x1c.forebay.v1.GetBatchResponse\x12N\n\x0bListBatches\x12\x1e.forebay.v1.ListBatchesRequest\x1a\x1f.forebay.v1.ListBatchesResponse\x12N\n\x0b\x43\x61ncelBatch\x12\x1e.forebay.v1.CancelBatchRequest\x1a\x1f.forebay.v1.CancelBatchResponse\x12V\n\rStreamResults\x12 .forebay.v1.StreamResultsRequest\x1a!.forebay.v1.StreamResultsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forebay.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOOLMODE']._serialized_start=3197
-  _globals['_TOOLMODE']._serialized_end=3298
-  _globals['_GENERATEREQUEST']._serialized_start=67
-  _globals['_GENERATEREQUEST']._serialized_end=289
-  _globals['_CHATMESSAGE']._serialized_start=292
-  _globals['_CHATMESSAGE']._serialized_end=433
-  _globals['_TOOLCALL']._serialized_start=435
-  _globals['_TOOLCALL']._serialized_end=490
-  _globals['_TOOL']._serialized_start=492
-  _globals['_TOOL']._serialized_end=553
-  _globals['_CHATREQUEST']._serialized_start=556
-  _globals['_CHATREQUEST']._serialized_end=938
-  _globals['_STARTED']._serialized_start=941
-  _globals['_STARTED']._serialized_end=1162
-  _globals['_DELTA']._serialized_start=1165
-  _globals['_DELTA']._serialized_end=1420
-  _globals['_TOOLCALLDELTA']._serialized_start=1422
-  _globals['_TOOLCALLDELTA']._serialized_end=1497
-  _globals['_FINISHED']._serialized_start=1499
-  _globals['_FINISHED']._serialized_end=1586
-  _globals['_GENERATERESPONSE']._serialized_start=1589
-  _globals['_GENERATERESPONSE']._serialized_end=1734
-  _globals['_CHATRESPONSE']._serialized_start=1737
-  _globals['_CHATRESPONSE']._serialized_end=1878
-  _globals['_EMBEDREQUEST']._serialized_start=1881
-  _globals['_EMBEDREQUEST']._serialized_end=2054
-  _globals['_EMBEDINPUT']._serialized_start=2056
-  _globals['_EMBEDINPUT']._serialized_end=2133
-  _globals['_EMBEDRESPONSE']._serialized_start=2136
-  _globals['_EMBEDRESPONSE']._serialized_end=2288
-  _globals['_EMBEDDINGS']._serialized_start=2290
-  _globals['_EMBEDDINGS']._serialized_end=2345
-  _globals['_EMBEDDING']._serialized_start=2347
-  _globals['_EMBEDDING']._serialized_end=2389
-  _globals['_COUNTTOKENSREQUEST']._serialized_start=2391
-  _globals['_COUNTTOKENSREQUEST']._serialized_end=2501
-  _globals['_CONVERSATION']._serialized_start=2504
-  _globals['_CONVERSATION']._serialized_end=2742
-  _globals['_COUNTTOKENSRESPONSE']._serialized_start=2744
-  _globals['_COUNTTOKENSRESPONSE']._serialized_end=2827
-  _globals['_LISTMODELSREQUEST']._serialized_start=2829
-  _globals['_LISTMODELSREQUEST']._serialized_end=2848
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2850
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2905
-  _globals['_GETMODELREQUEST']._serialized_start=2907
-  _globals['_GETMODELREQUEST']._serialized_end=2938
-  _globals['_GETMODELRESPONSE']._serialized_start=2940
-  _globals['_GETMODELRESPONSE']._serialized_end=2992
-  _globals['_MODEL']._serialized_start=2995
-  _globals['_MODEL']._serialized_end=3195
-  _globals['_INFERENCESERVICE']._serialized_start=3301
-  _globals['_INFERENCESERVICE']._serialized_end=3745
+  _globals['_BATCHHEADER_METADATAENTRY']._loaded_options = None
+  _globals['_BATCHHEADER_METADATAENTRY']._serialized_options = b'8\001'
+  _globals['_TOOLMODE']._serialized_start=4117
+  _globals['_TOOLMODE']._serialized_end=4218
+  _globals['_GENERATEREQUEST']._serialized_start=91
+  _globals['_GENERATEREQUEST']._serialized_end=313
+  _globals['_CHATMESSAGE']._serialized_start=316
+  _globals['_CHATMESSAGE']._serialized_end=457
+  _globals['_TOOLCALL']._serialized_start=459
+  _globals['_TOOLCALL']._serialized_end=514
+  _globals['_TOOL']._serialized_start=516
+  _globals['_TOOL']._serialized_end=577
+  _globals['_CHATREQUEST']._serialized_start=580
+  _globals['_CHATREQUEST']._serialized_end=962
+  _globals['_STARTED']._serialized_start=965
+  _globals['_STARTED']._serialized_end=1186
+  _globals['_DELTA']._serialized_start=1189
+  _globals['_DELTA']._serialized_end=1444
+  _globals['_TOOLCALLDELTA']._serialized_start=1446
+  _globals['_TOOLCALLDELTA']._serialized_end=1521
+  _globals['_FINISHED']._serialized_start=1523
+  _globals['_FINISHED']._serialized_end=1610
+  _globals['_GENERATERESPONSE']._serialized_start=1613
+  _globals['_GENERATERESPONSE']._serialized_end=1758
+  _globals['_CHATRESPONSE']._serialized_start=1761
+  _globals['_CHATRESPONSE']._serialized_end=1902
+  _globals['_EMBEDREQUEST']._serialized_start=1905
+  _globals['_EMBEDREQUEST']._serialized_end=2078
+  _globals['_EMBEDINPUT']._serialized_start=2080
+  _globals['_EMBEDINPUT']._serialized_end=2157
+  _globals['_EMBEDRESPONSE']._serialized_start=2160
+  _globals['_EMBEDRESPONSE']._serialized_end=2312
+  _globals['_EMBEDDINGS']._serialized_start=2314
+  _globals['_EMBEDDINGS']._serialized_end=2369
+  _globals['_EMBEDDING']._serialized_start=2371
+  _globals['_EMBEDDING']._serialized_end=2413
+  _globals['_COUNTTOKENSREQUEST']._serialized_start=2415
+  _globals['_COUNTTOKENSREQUEST']._serialized_end=2525
+  _globals['_CONVERSATION']._serialized_start=2528
+  _globals['_CONVERSATION']._serialized_end=2766
+  _globals['_COUNTTOKENSRESPONSE']._serialized_start=2768
+  _globals['_COUNTTOKENSRESPONSE']._serialized_end=2851
+  _globals['_LISTMODELSREQUEST']._serialized_start=2853
+  _globals['_LISTMODELSREQUEST']._serialized_end=2872
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2874
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2929
+  _globals['_GETMODELREQUEST']._serialized_start=2931
+  _globals['_GETMODELREQUEST']._serialized_end=2962
+  _globals['_GETMODELRESPONSE']._serialized_start=2964
+  _globals['_GETMODELRESPONSE']._serialized_end=3016
+  _globals['_MODEL']._serialized_start=3019
+  _globals['_MODEL']._serialized_end=3219
+  _globals['_BATCHHEADER']._serialized_start=3222
+  _globals['_BATCHHEADER']._serialized_end=3447
+  _globals['_BATCHHEADER_METADATAENTRY']._serialized_start=3400
+  _globals['_BATCHHEADER_METADATAENTRY']._serialized_end=3447
+  _globals['_SUBMITBATCHREQUEST']._serialized_start=3449
+  _globals['_SUBMITBATCHREQUEST']._serialized_end=3538
+  _globals['_SUBMITBATCHRESPONSE']._serialized_start=3540
+  _globals['_SUBMITBATCHRESPONSE']._serialized_end=3595
+  _globals['_GETBATCHREQUEST']._serialized_start=3597
+  _globals['_GETBATCHREQUEST']._serialized_end=3632
+  _globals['_GETBATCHRESPONSE']._serialized_start=3634
+  _globals['_GETBATCHRESPONSE']._serialized_end=3686
+  _globals['_LISTBATCHESREQUEST']._serialized_start=3688
+  _globals['_LISTBATCHESREQUEST']._serialized_end=3738
+  _globals['_LISTBATCHESRESPONSE']._serialized_start=3740
+  _globals['_LISTBATCHESRESPONSE']._serialized_end=3815
+  _globals['_CANCELBATCHREQUEST']._serialized_start=3817
+  _globals['_CANCELBATCHREQUEST']._serialized_end=3855
+  _globals['_CANCELBATCHRESPONSE']._serialized_start=3857
+  _globals['_CANCELBATCHRESPONSE']._serialized_end=3912
+  _globals['_STREAMRESULTSREQUEST']._serialized_start=3914
+  _globals['_STREAMRESULTSREQUEST']._serialized_end=3986
+  _globals['_STREAMRESULTSRESPONSE']._serialized_start=3988
+  _globals['_STREAMRESULTSRESPONSE']._serialized_end=4115
+  _globals['_INFERENCESERVICE']._serialized_start=4221
+  _globals['_INFERENCESERVICE']._serialized_end=5066
 # @@protoc_insertion_point(module_scope)

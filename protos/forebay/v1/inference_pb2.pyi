@@ -4,6 +4,7 @@ isort:skip_file
 The public face: text or tokens in, a stream of text and tokens out."""
 
 from collections import abc as _abc
+from forebay.v1 import batch_pb2 as _batch_pb2
 from forebay.v1 import types_pb2 as _types_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -953,3 +954,333 @@ class Model(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class BatchHeader(_message.Message):
+    """What a job is to do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    WINDOW_HOURS_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    INPUT_FILE_ID_FIELD_NUMBER: _builtins.int
+    FILENAME_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """What its lines call: /v1/chat/completions or /v1/completions."""
+    window_hours: _builtins.int
+    """Hours in which it is to be done, 1 .. 24; 0: 24."""
+    idempotency_key: _builtins.str
+    """A job by a key that was used before is that one; up to 256 printable characters."""
+    input_file_id: _builtins.str
+    """A file of /v1/files with the lines; empty: they follow."""
+    filename: _builtins.str
+    """Name of the file that the lines which follow become; empty: lines.jsonl."""
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The client's own: at most 16 names of up to 64 characters with values of up to 512."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: _builtins.str = ...,
+        window_hours: _builtins.int = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        idempotency_key: _builtins.str = ...,
+        input_file_id: _builtins.str = ...,
+        filename: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "filename", b"filename", "idempotency_key", b"idempotency_key", "input_file_id", b"input_file_id", "metadata", b"metadata", "window_hours", b"window_hours"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchHeader: _TypeAlias = BatchHeader  # noqa: Y015
+
+@_typing.final
+class SubmitBatchRequest(_message.Message):
+    """A piece of a new job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
+    lines: _builtins.bytes
+    """A piece of the lines, cut anywhere: OpenAI's JSON objects, one a line, with custom_id, method POST, url and body, in UTF-8."""
+    @_builtins.property
+    def header(self) -> Global___BatchHeader:
+        """First, and once."""
+
+    def __init__(
+        self,
+        *,
+        header: Global___BatchHeader | None = ...,
+        lines: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "lines", b"lines", "piece", b"piece"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "lines", b"lines", "piece", b"piece"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_piece: _TypeAlias = _typing.Literal["header", "lines"]  # noqa: Y015
+    _WhichOneofArgType_piece: _TypeAlias = _typing.Literal["piece", b"piece"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_piece) -> _WhichOneofReturnType_piece | None: ...
+
+Global___SubmitBatchRequest: _TypeAlias = SubmitBatchRequest  # noqa: Y015
+
+@_typing.final
+class SubmitBatchResponse(_message.Message):
+    """The new job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def batch(self) -> _batch_pb2.Batch:
+        """As it stands."""
+
+    def __init__(
+        self,
+        *,
+        batch: _batch_pb2.Batch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmitBatchResponse: _TypeAlias = SubmitBatchResponse  # noqa: Y015
+
+@_typing.final
+class GetBatchRequest(_message.Message):
+    """Asks for a job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    batch_id: _builtins.str
+    """Which."""
+    def __init__(
+        self,
+        *,
+        batch_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBatchRequest: _TypeAlias = GetBatchRequest  # noqa: Y015
+
+@_typing.final
+class GetBatchResponse(_message.Message):
+    """A job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def batch(self) -> _batch_pb2.Batch:
+        """As it stands."""
+
+    def __init__(
+        self,
+        *,
+        batch: _batch_pb2.Batch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBatchResponse: _TypeAlias = GetBatchResponse  # noqa: Y015
+
+@_typing.final
+class ListBatchesRequest(_message.Message):
+    """Asks for the org's jobs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    after: _builtins.str
+    """Those behind this one in the list; empty: from the newest."""
+    limit: _builtins.int
+    """At most so many, 1 .. 100; 0: 20."""
+    def __init__(
+        self,
+        *,
+        after: _builtins.str = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBatchesRequest: _TypeAlias = ListBatchesRequest  # noqa: Y015
+
+@_typing.final
+class ListBatchesResponse(_message.Message):
+    """Jobs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCHES_FIELD_NUMBER: _builtins.int
+    HAS_MORE_FIELD_NUMBER: _builtins.int
+    has_more: _builtins.bool
+    """Whether there are more behind them."""
+    @_builtins.property
+    def batches(self) -> _containers.RepeatedCompositeFieldContainer[_batch_pb2.Batch]:
+        """Newest first."""
+
+    def __init__(
+        self,
+        *,
+        batches: _abc.Iterable[_batch_pb2.Batch] | None = ...,
+        has_more: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "has_more", b"has_more"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBatchesResponse: _TypeAlias = ListBatchesResponse  # noqa: Y015
+
+@_typing.final
+class CancelBatchRequest(_message.Message):
+    """Asks a job to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    batch_id: _builtins.str
+    """Which."""
+    def __init__(
+        self,
+        *,
+        batch_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelBatchRequest: _TypeAlias = CancelBatchRequest  # noqa: Y015
+
+@_typing.final
+class CancelBatchResponse(_message.Message):
+    """The job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def batch(self) -> _batch_pb2.Batch:
+        """As it stands."""
+
+    def __init__(
+        self,
+        *,
+        batch: _batch_pb2.Batch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelBatchResponse: _TypeAlias = CancelBatchResponse  # noqa: Y015
+
+@_typing.final
+class StreamResultsRequest(_message.Message):
+    """Asks for results."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
+    batch_id: _builtins.str
+    """Of which job."""
+    cursor: _builtins.int
+    """From the last answer that was read; 0: from the first result."""
+    follow: _builtins.bool
+    """Wait for further results until the job is over. Default: send what there is."""
+    def __init__(
+        self,
+        *,
+        batch_id: _builtins.str = ...,
+        cursor: _builtins.int = ...,
+        follow: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "cursor", b"cursor", "follow", b"follow"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamResultsRequest: _TypeAlias = StreamResultsRequest  # noqa: Y015
+
+@_typing.final
+class StreamResultsResponse(_message.Message):
+    """A result, or the end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.int
+    """How many results have been sent, those before the call among them."""
+    @_builtins.property
+    def result(self) -> _batch_pb2.BatchResult:
+        """One line's."""
+
+    @_builtins.property
+    def batch(self) -> _batch_pb2.Batch:
+        """Last: the job as it stood when there were no further results."""
+
+    def __init__(
+        self,
+        *,
+        result: _batch_pb2.BatchResult | None = ...,
+        batch: _batch_pb2.Batch | None = ...,
+        cursor: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "event", b"event", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "cursor", b"cursor", "event", b"event", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["result", "batch"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___StreamResultsResponse: _TypeAlias = StreamResultsResponse  # noqa: Y015

@@ -69,6 +69,31 @@ class InferenceServiceStub:
                 request_serializer=forebay_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=forebay_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.SubmitBatch = channel.stream_unary(
+                '/forebay.v1.InferenceService/SubmitBatch',
+                request_serializer=forebay_dot_v1_dot_inference__pb2.SubmitBatchRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_inference__pb2.SubmitBatchResponse.FromString,
+                _registered_method=True)
+        self.GetBatch = channel.unary_unary(
+                '/forebay.v1.InferenceService/GetBatch',
+                request_serializer=forebay_dot_v1_dot_inference__pb2.GetBatchRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_inference__pb2.GetBatchResponse.FromString,
+                _registered_method=True)
+        self.ListBatches = channel.unary_unary(
+                '/forebay.v1.InferenceService/ListBatches',
+                request_serializer=forebay_dot_v1_dot_inference__pb2.ListBatchesRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_inference__pb2.ListBatchesResponse.FromString,
+                _registered_method=True)
+        self.CancelBatch = channel.unary_unary(
+                '/forebay.v1.InferenceService/CancelBatch',
+                request_serializer=forebay_dot_v1_dot_inference__pb2.CancelBatchRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_inference__pb2.CancelBatchResponse.FromString,
+                _registered_method=True)
+        self.StreamResults = channel.unary_stream(
+                '/forebay.v1.InferenceService/StreamResults',
+                request_serializer=forebay_dot_v1_dot_inference__pb2.StreamResultsRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_inference__pb2.StreamResultsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -121,6 +146,42 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubmitBatch(self, request_iterator, context):
+        """Begins a job over many lines, which run in the class batch as others leave room, each to one result. INVALID_ARGUMENT names the field;
+        what is wrong with lines is told by GetBatch. RESOURCE_EXHAUSTED: the file, or what the org keeps, would be too large.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetBatch(self, request, context):
+        """Says how a job stands. NOT_FOUND: there is none of that name in this org.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListBatches(self, request, context):
+        """Lists the org's jobs, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelBatch(self, request, context):
+        """Asks a job to end: lines without a result get one that says so. FAILED_PRECONDITION: it is over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamResults(self, request, context):
+        """Sends a job's results in the order in which they came, then the job as it stood. A cursor goes on from where another call stopped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,6 +214,31 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=forebay_dot_v1_dot_inference__pb2.GetModelRequest.FromString,
                     response_serializer=forebay_dot_v1_dot_inference__pb2.GetModelResponse.SerializeToString,
+            ),
+            'SubmitBatch': grpc.stream_unary_rpc_method_handler(
+                    servicer.SubmitBatch,
+                    request_deserializer=forebay_dot_v1_dot_inference__pb2.SubmitBatchRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_inference__pb2.SubmitBatchResponse.SerializeToString,
+            ),
+            'GetBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBatch,
+                    request_deserializer=forebay_dot_v1_dot_inference__pb2.GetBatchRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_inference__pb2.GetBatchResponse.SerializeToString,
+            ),
+            'ListBatches': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBatches,
+                    request_deserializer=forebay_dot_v1_dot_inference__pb2.ListBatchesRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_inference__pb2.ListBatchesResponse.SerializeToString,
+            ),
+            'CancelBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelBatch,
+                    request_deserializer=forebay_dot_v1_dot_inference__pb2.CancelBatchRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_inference__pb2.CancelBatchResponse.SerializeToString,
+            ),
+            'StreamResults': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamResults,
+                    request_deserializer=forebay_dot_v1_dot_inference__pb2.StreamResultsRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_inference__pb2.StreamResultsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -322,6 +408,141 @@ class InferenceService:
             '/forebay.v1.InferenceService/GetModel',
             forebay_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
             forebay_dot_v1_dot_inference__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubmitBatch(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/forebay.v1.InferenceService/SubmitBatch',
+            forebay_dot_v1_dot_inference__pb2.SubmitBatchRequest.SerializeToString,
+            forebay_dot_v1_dot_inference__pb2.SubmitBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.InferenceService/GetBatch',
+            forebay_dot_v1_dot_inference__pb2.GetBatchRequest.SerializeToString,
+            forebay_dot_v1_dot_inference__pb2.GetBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBatches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.InferenceService/ListBatches',
+            forebay_dot_v1_dot_inference__pb2.ListBatchesRequest.SerializeToString,
+            forebay_dot_v1_dot_inference__pb2.ListBatchesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.InferenceService/CancelBatch',
+            forebay_dot_v1_dot_inference__pb2.CancelBatchRequest.SerializeToString,
+            forebay_dot_v1_dot_inference__pb2.CancelBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamResults(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forebay.v1.InferenceService/StreamResults',
+            forebay_dot_v1_dot_inference__pb2.StreamResultsRequest.SerializeToString,
+            forebay_dot_v1_dot_inference__pb2.StreamResultsResponse.FromString,
             options,
             channel_credentials,
             insecure,

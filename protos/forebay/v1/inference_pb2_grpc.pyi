@@ -50,6 +50,18 @@ class InferenceServiceStub:
     """Lists the models that the org may use."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Describes one model. NOT_FOUND where there is none of that name."""
+    SubmitBatch: _grpc.StreamUnaryMultiCallable[_inference_pb2.SubmitBatchRequest, _inference_pb2.SubmitBatchResponse]
+    """Begins a job over many lines, which run in the class batch as others leave room, each to one result. INVALID_ARGUMENT names the field;
+    what is wrong with lines is told by GetBatch. RESOURCE_EXHAUSTED: the file, or what the org keeps, would be too large.
+    """
+    GetBatch: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetBatchRequest, _inference_pb2.GetBatchResponse]
+    """Says how a job stands. NOT_FOUND: there is none of that name in this org."""
+    ListBatches: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListBatchesRequest, _inference_pb2.ListBatchesResponse]
+    """Lists the org's jobs, newest first."""
+    CancelBatch: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelBatchRequest, _inference_pb2.CancelBatchResponse]
+    """Asks a job to end: lines without a result get one that says so. FAILED_PRECONDITION: it is over."""
+    StreamResults: _grpc.UnaryStreamMultiCallable[_inference_pb2.StreamResultsRequest, _inference_pb2.StreamResultsResponse]
+    """Sends a job's results in the order in which they came, then the job as it stood. A cursor goes on from where another call stopped."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -73,6 +85,18 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Lists the models that the org may use."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model. NOT_FOUND where there is none of that name."""
+    SubmitBatch: _aio.StreamUnaryMultiCallable[_inference_pb2.SubmitBatchRequest, _inference_pb2.SubmitBatchResponse]  # type: ignore[assignment]
+    """Begins a job over many lines, which run in the class batch as others leave room, each to one result. INVALID_ARGUMENT names the field;
+    what is wrong with lines is told by GetBatch. RESOURCE_EXHAUSTED: the file, or what the org keeps, would be too large.
+    """
+    GetBatch: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetBatchRequest, _inference_pb2.GetBatchResponse]  # type: ignore[assignment]
+    """Says how a job stands. NOT_FOUND: there is none of that name in this org."""
+    ListBatches: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListBatchesRequest, _inference_pb2.ListBatchesResponse]  # type: ignore[assignment]
+    """Lists the org's jobs, newest first."""
+    CancelBatch: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelBatchRequest, _inference_pb2.CancelBatchResponse]  # type: ignore[assignment]
+    """Asks a job to end: lines without a result get one that says so. FAILED_PRECONDITION: it is over."""
+    StreamResults: _aio.UnaryStreamMultiCallable[_inference_pb2.StreamResultsRequest, _inference_pb2.StreamResultsResponse]  # type: ignore[assignment]
+    """Sends a job's results in the order in which they came, then the job as it stood. A cursor goes on from where another call stopped."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generation with the models of the mesh, for tokens with the role `user`. Every call carries `authorization: Bearer TOKEN`: a JWT, whose org
@@ -129,5 +153,47 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetModelResponse, _abc.Awaitable[_inference_pb2.GetModelResponse]]:
         """Describes one model. NOT_FOUND where there is none of that name."""
+
+    @_abc_1.abstractmethod
+    def SubmitBatch(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_pb2.SubmitBatchRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.SubmitBatchResponse, _abc.Awaitable[_inference_pb2.SubmitBatchResponse]]:
+        """Begins a job over many lines, which run in the class batch as others leave room, each to one result. INVALID_ARGUMENT names the field;
+        what is wrong with lines is told by GetBatch. RESOURCE_EXHAUSTED: the file, or what the org keeps, would be too large.
+        """
+
+    @_abc_1.abstractmethod
+    def GetBatch(
+        self,
+        request: _inference_pb2.GetBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetBatchResponse, _abc.Awaitable[_inference_pb2.GetBatchResponse]]:
+        """Says how a job stands. NOT_FOUND: there is none of that name in this org."""
+
+    @_abc_1.abstractmethod
+    def ListBatches(
+        self,
+        request: _inference_pb2.ListBatchesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ListBatchesResponse, _abc.Awaitable[_inference_pb2.ListBatchesResponse]]:
+        """Lists the org's jobs, newest first."""
+
+    @_abc_1.abstractmethod
+    def CancelBatch(
+        self,
+        request: _inference_pb2.CancelBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.CancelBatchResponse, _abc.Awaitable[_inference_pb2.CancelBatchResponse]]:
+        """Asks a job to end: lines without a result get one that says so. FAILED_PRECONDITION: it is over."""
+
+    @_abc_1.abstractmethod
+    def StreamResults(
+        self,
+        request: _inference_pb2.StreamResultsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.StreamResultsResponse], _abc.AsyncIterator[_inference_pb2.StreamResultsResponse]]:
+        """Sends a job's results in the order in which they came, then the job as it stood. A cursor goes on from where another call stopped."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

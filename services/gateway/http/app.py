@@ -20,7 +20,7 @@ from services.gateway.embed_request import admit_embedding
 from services.gateway.embeddings import Embeddings
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Generations
-from services.gateway.http import chat, completions, edge, embeddings, errors, fields, openapi, ratelimit, sse
+from services.gateway.http import batches, chat, completions, edge, embeddings, errors, fields, files, openapi, ratelimit, sse
 from services.gateway.http.answer import Run, collected, merged
 from services.gateway.http.body import read_json
 from services.gateway.http.structured import grammar_of
@@ -58,6 +58,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_api_route("/v1/models/{name:path}", face.model, methods=["GET"], **openapi.MODEL)
     app.add_api_route("/v1/usage", face.usage, methods=["GET"], **openapi.USAGE)
     app.add_api_route("/tokenize", face.tokenize, methods=["POST"], **openapi.TOKENIZE)
+    files.add_routes(app, gateway, face._authenticate)
+    batches.add_routes(app, gateway, face._authenticate)
     app.add_api_route("/health", face.health, methods=["GET"], **openapi.HEALTH)
     app.add_api_route("/ready", face.ready, methods=["GET"], **openapi.READY)
     app.add_middleware(edge.Edge, calls=gateway.calls, metrics=gateway.metrics)
@@ -70,10 +72,11 @@ def create_app(gateway: Gateway) -> FastAPI:
 class Face:
     """The endpoints of one gateway."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, name: str = "http") -> None:
+        """`name`: whom the metrics count its generations for."""
         self._gateway = gateway
-        self._generations = Generations(gateway.mesh, gateway.metrics, "http")
-        self._embeddings = Embeddings(gateway.mesh, gateway.metrics, "http")
+        self._generations = Generations(gateway.mesh, gateway.metrics, name)
+        self._embeddings = Embeddings(gateway.mesh, gateway.metrics, name)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -173,6 +176,9 @@ class Face:
         return caller
 
     async def _caller(self, request: Request) -> Caller:
+        known = request.scope.get(edge.CALLER)  # a job's line, which no socket brought
+        if isinstance(known, Caller):
+            return known
         given = request.headers.getlist("authorization")
         if len(given) > 1:
             raise StatusError(Code.UNAUTHENTICATED, f"authorization is given {len(given)} times: send one", reason="AMBIGUOUS_TOKEN")

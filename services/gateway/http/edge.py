@@ -22,6 +22,9 @@ from services.gateway.validator import validate_label
 
 _log = log.get(__name__)
 
+CALLER = "forebay.caller"
+"""Where the scope of a request that comes from this process names its caller."""
+
 
 class Edge:
     """Middleware: every answer, errors included, carries x-request-id and what the handlers put into `of(request)`.

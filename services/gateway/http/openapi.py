@@ -196,23 +196,25 @@ def _header(name: str, schema: Schema) -> Schema:
     return {"name": name, "in": "header", "required": False, "schema": schema}
 
 
-def _query(name: str, schema: Schema) -> Schema:
+def query(name: str, schema: Schema) -> Schema:
+    """An optional parameter of the query."""
     return {"name": name, "in": "query", "required": False, "schema": schema}
 
 
-_ID = _header("x-request-id", {"type": "string", "maxLength": MAX_LABEL_CHARS})
+HEADER_ID = _header("x-request-id", {"type": "string", "maxLength": MAX_LABEL_CHARS})
 _STRICT = _header("x-forebay-strict", {"enum": ["1", "true"], "description": "As the field strict."})
 _HEADERS = [
-    _ID,
+    HEADER_ID,
     _STRICT,
     _header("x-forebay-class", {"enum": list(CLASSES)}),
     _header("x-forebay-deadline", {"type": "number", "exclusiveMinimum": 0, "maximum": 86400}),
 ]
 
 
-def _post(
+def post(
     summary: str, properties: Mapping[str, Schema], required: list[str], headers: list[Schema], *, streams: bool = False, runs: bool = True
 ) -> dict[str, Any]:
+    """A route that takes JSON."""
     schema = {"type": "object", "required": required, "properties": properties}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     codes = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504) if runs else (400, 401, 403, 404, 408, 413, 415, 500, 503)
@@ -224,14 +226,15 @@ def _post(
     }
 
 
-def _get(summary: str, *codes: int, secured: bool = True) -> dict[str, Any]:
-    extra: dict[str, Any] = {"parameters": [_ID]}
+def get(summary: str, *codes: int, secured: bool = True) -> dict[str, Any]:
+    """A route without a body."""
+    extra: dict[str, Any] = {"parameters": [HEADER_ID]}
     if secured:
         extra["security"] = [{"bearer": []}]
     return {"summary": summary, "responses": _responses(400, *codes), "openapi_extra": extra, "response_model": None}
 
 
-CHAT = _post(
+CHAT = post(
     "Answer a conversation",
     {
         **_COMMON,
@@ -246,14 +249,14 @@ CHAT = _post(
     _HEADERS,
     streams=True,
 )
-COMPLETIONS = _post(
+COMPLETIONS = post(
     "Continue a prompt",
     {**_COMMON, "prompt": _PROMPT, **_SAMPLING, "echo": _FLAG, "best_of": _whole(1, MAX_CHOICES), "logprobs": _whole(0, MAX_LOGPROBS)},
     ["prompt"],
     _HEADERS,
     streams=True,
 )
-EMBEDDINGS = _post(
+EMBEDDINGS = post(
     "Turn texts into vectors",
     {
         "model": {**_COMMON["model"], "description": "One that embeds. May be left out where there is one."},
@@ -268,32 +271,32 @@ EMBEDDINGS = _post(
     ["input"],
     _HEADERS,
 )
-TOKENIZE = _post(
+TOKENIZE = post(
     "Count and return tokens",
     {"model": _COMMON["model"], "prompt": {"type": "string"}, "messages": _MESSAGES, **_CHAT_ONLY, **_FORMATS, "strict": _FLAG},
     [],
-    [_ID, _STRICT],
+    [HEADER_ID, _STRICT],
     runs=False,
 )
-MODELS = _get("List models", 401, 403, 503)
-MODEL = _get("Describe a model", 401, 403, 404, 503)
+MODELS = get("List models", 401, 403, 503)
+MODEL = get("Describe a model", 401, 403, 404, 503)
 MODEL["openapi_extra"] = {
     **MODEL["openapi_extra"],
-    "parameters": [_ID, {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+    "parameters": [HEADER_ID, {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
 }
-USAGE = _get("The org's use by day (UTC), model and class", 401, 403, 503)
+USAGE = get("The org's use by day (UTC), model and class", 401, 403, 503)
 USAGE["openapi_extra"] = {
     **USAGE["openapi_extra"],
     "parameters": [
-        _ID,
-        _query("days", {"type": "integer", "minimum": 1, "maximum": 90, "description": "Days back, today among them; 1 by default."}),
-        _query("org", {"type": "string", "description": "For operators; left out: all. Users see their own org's."}),
-        _query("page_size", {"type": "integer", "minimum": 1, "maximum": 1000, "description": "Rows at most; 1000 by default."}),
-        _query("page_token", {"type": "string", "description": "next_page_token of the page before; left out: the first page."}),
+        HEADER_ID,
+        query("days", {"type": "integer", "minimum": 1, "maximum": 90, "description": "Days back, today among them; 1 by default."}),
+        query("org", {"type": "string", "description": "For operators; left out: all. Users see their own org's."}),
+        query("page_size", {"type": "integer", "minimum": 1, "maximum": 1000, "description": "Rows at most; 1000 by default."}),
+        query("page_token", {"type": "string", "description": "next_page_token of the page before; left out: the first page."}),
     ],
 }
-HEALTH = _get("The process answers", secured=False)
-READY = _get("It takes work; 503 says why not", 503, secured=False)
+HEALTH = get("The process answers", secured=False)
+READY = get("It takes work; 503 says why not", 503, secured=False)
 
 
 def document(app: FastAPI) -> dict[str, Any]:

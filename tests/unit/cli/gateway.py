@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, explain_pb2, inference_pb2, inference_pb2_grpc, scheduler_pb2, types_pb2
+from forebay.v1 import admin_pb2, admin_pb2_grpc, batch_pb2, explain_pb2, inference_pb2, inference_pb2_grpc, scheduler_pb2, types_pb2
 from services.common.errors import StatusError, abort, invalid
 
 
@@ -21,6 +21,7 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         self.tokens: list[Any] = []
         self.cancelled = threading.Event()
         self.fleet_is_empty = False
+        self.batches: list[batch_pb2.Batch] = []
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> AsyncIterator[inference_pb2.ChatResponse]:  # type: ignore[override]
         self.asked.append(request)
@@ -69,6 +70,30 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         model = inference_pb2.Model(name="tiny", aliases=["chat"], level="fp32", max_model_len=2048, version="00ff", ready=True)
         model.capabilities.append("generate")
         return inference_pb2.ListModelsResponse(models=[model])
+
+    async def SubmitBatch(self, request_iterator: Any, context: Any) -> inference_pb2.SubmitBatchResponse:  # type: ignore[override]
+        pieces = [piece async for piece in request_iterator]
+        self.acts.append((pieces[0].header, b"".join(piece.lines for piece in pieces[1:])))
+        return inference_pb2.SubmitBatchResponse(batch=_batch())
+
+    async def GetBatch(self, request: Any, context: Any) -> inference_pb2.GetBatchResponse:  # type: ignore[override]
+        if request.batch_id == "none":
+            await abort(context, StatusError(grpc.StatusCode.NOT_FOUND, "there is no batch 'none'"))
+        self.acts.append(request)
+        return inference_pb2.GetBatchResponse(batch=self.batches.pop(0) if self.batches else _batch())
+
+    async def ListBatches(self, request: Any, context: Any) -> inference_pb2.ListBatchesResponse:  # type: ignore[override]
+        return inference_pb2.ListBatchesResponse(batches=self.batches)
+
+    async def CancelBatch(self, request: Any, context: Any) -> inference_pb2.CancelBatchResponse:  # type: ignore[override]
+        return inference_pb2.CancelBatchResponse(batch=_batch(batch_pb2.BATCH_STATUS_CANCELLING))
+
+    async def StreamResults(self, request: Any, context: Any) -> AsyncIterator[inference_pb2.StreamResultsResponse]:  # type: ignore[override]
+        self.acts.append(request)
+        for line in (2, 1):
+            result = batch_pb2.BatchResult(line=line, json=f'{{"line": {line}}}')
+            yield inference_pb2.StreamResultsResponse(result=result, cursor=3 - line)
+        yield inference_pb2.StreamResultsResponse(batch=_batch(), cursor=2)
 
     async def GetFleet(self, request: Any, context: Any) -> admin_pb2.GetFleetResponse:  # type: ignore[override]
         if self.fleet_is_empty:
@@ -140,6 +165,10 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         self.acts.append(request)
         entry = admin_pb2.AuditEntry(at=1_700_000_000, actor="ops/olga", act="SetOrg", target="acme", details="weight=2", outcome="OK")
         return admin_pb2.ListAuditResponse(entries=[entry])
+
+
+def _batch(status: batch_pb2.BatchStatus.ValueType = batch_pb2.BATCH_STATUS_IN_PROGRESS) -> batch_pb2.Batch:
+    return batch_pb2.Batch(batch_id="batch_1", status=status, endpoint="/v1/completions", num_lines=1200, num_completed=30, num_failed=2)
 
 
 def _explanation(request_id: str) -> explain_pb2.Explanation:

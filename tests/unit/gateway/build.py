@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from prometheus_client import CollectorRegistry
 
-from forebay.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from forebay.v1 import admin_pb2_grpc, batch_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from services.common import rpc
 from services.common.process import HttpServer
 from services.gateway.answers import Keeping
@@ -186,6 +186,7 @@ async def stack(
     keeping: Keeping = _KEEPING,
     public: public_models.Catalogue = _NO_ENTRIES,
     others: Sequence[ServedModel] = (),
+    batches: batch_pb2_grpc.BatchServiceServicer | None = None,
     **model: Any,
 ) -> AsyncIterator[Stack]:
     """A gateway over one scheduler and a worker per script, with clients that carry a user's token. `model`: changes to "tiny"."""
@@ -195,6 +196,7 @@ async def stack(
         for number, script in enumerate(scripts)
     ]
     scheduler = FakeScheduler(workers)
+    scheduler.batches = batches
     for server in (*workers, scheduler):
         await server.start()
     registry = CollectorRegistry()

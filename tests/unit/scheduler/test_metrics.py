@@ -19,6 +19,8 @@ def test_queues_and_workers_are_shown_as_they_are_now() -> None:
             num_redis_failures=lambda: 7,
             policy_refused=lambda: False,
             num_policy_failures=lambda: 1,
+            open_batches=lambda: 2,
+            stored_bytes=lambda: 30,
         )
     )
 
@@ -32,6 +34,7 @@ def test_queues_and_workers_are_shown_as_they_are_now() -> None:
     assert [value("vllm:num_requests_waiting", model_name=f"{name}@fp32", engine="queue") for name in ("tiny", "other")] == [12, 0]
     assert [value(f"forebay_{name}") for name in ("leases", "place_streams", "redis_away", "policy_refused")] == [5, 12, 1, 0]
     assert [value(f"forebay_{name}_total") for name in ("redis_failures", "policy_failures")] == [7, 1]
+    assert [value(f"forebay_{name}") for name in ("batches_open", "batch_stored_bytes")] == [2, 30]
     assert all(value("forebay_decisions_total", reason=reason) == 0 for reason in DECISIONS)
     del lines["tiny@fp32", 1], ages["w2"]
     assert value("forebay_queue_depth", **realtime) is None
