@@ -92,6 +92,10 @@ class Fleet:
         await self.valkey.start(wait=False)
         await until(self._valkey_answers, "Valkey answers")
 
+    def forget_valkey(self) -> None:
+        """What it keeps is gone at its next start."""
+        shutil.rmtree(self.folder / "appendonlydir", ignore_errors=True)
+
     async def _valkey_answers(self) -> bool:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_unix_connection(str(self.valkey_socket))
@@ -178,10 +182,14 @@ class Fleet:
             answer: admin_pb2.GetFleetResponse = await stub.GetFleet(admin_pb2.GetFleetRequest(), timeout=5)
             return answer
 
+    async def metrics(self, process: Process) -> str:
+        """All that it tells Prometheus."""
+        async with httpx.AsyncClient() as http:
+            return (await http.get(f"http://{process.environment['FOREBAY_INTERNAL_ADDRESS']}/metrics")).text
+
     async def metric(self, process: Process, name: str, **labels: str) -> float:
         """The sum of a metric's series with these labels; 0 where there is none."""
-        async with httpx.AsyncClient() as http:
-            text = (await http.get(f"http://{process.environment['FOREBAY_INTERNAL_ADDRESS']}/metrics")).text
+        text = await self.metrics(process)
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         rows = [line for line in text.splitlines() if line.partition("{")[0].partition(" ")[0] == name]
         return sum(float(row.rpartition(" ")[2]) for row in rows if all(label in row for label in wanted))

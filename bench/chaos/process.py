@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from services.cli import supervisor
 
 _DEATHWATCH = str(Path(supervisor.__file__).with_name("deathwatch.py"))
 _START_SECONDS = 60.0
+_FEW_FILES = 64
 
 
 class Process:
@@ -29,6 +30,9 @@ class Process:
         self._reader: asyncio.Task[None] | None = None
         self.facts: dict[str, Any] = {}
         self.num_starts = 0
+        self.told_skew: float | None = None  # seconds that its clock is ahead, by its own word
+        self.skew = 0.0  # of its next start
+        self.hardship = ""  # of its next start: blocked log, full disk, few files
 
     @property
     def pid(self) -> int:
@@ -52,10 +56,15 @@ class Process:
         root = str(Path(__file__).parents[2])
         kept["PYTHONPATH"] = f"{root}:{root}/protos"
         self.num_starts += 1
-        with self._log.open("ab") as log:
+        command = self._command
+        if self.skew:
+            command = [*command[:2], "bench.chaos.skewed", str(self.skew), command[2]]
+        if self.hardship == "few files":
+            command = ["prlimit", f"--nofile={_FEW_FILES}:{_FEW_FILES}", *command]
+        with self._error_file() as errors:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, _DEATHWATCH, str(os.getpid()), *self._command,
-                env={**kept, **self.environment}, stdout=asyncio.subprocess.PIPE, stderr=log,
+                sys.executable, _DEATHWATCH, str(os.getpid()), *command,
+                env={**kept, **self.environment}, stdout=asyncio.subprocess.PIPE, stderr=errors,
             )  # fmt: skip
         listening = asyncio.get_running_loop().create_future()
         self._reader = asyncio.create_task(self._read(self._process, listening))
@@ -63,11 +72,28 @@ class Process:
             async with asyncio.timeout(_START_SECONDS):
                 await listening
 
+    def _error_file(self) -> IO[bytes]:
+        """Where its log goes."""
+        if self.hardship == "full disk":
+            return open("/dev/full", "ab")  # the caller closes it
+        if self.hardship == "blocked log":
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            with contextlib.suppress(BlockingIOError):
+                while os.write(writer, b"x" * 4096):
+                    pass
+            os.set_blocking(writer, True)
+            self._unread = reader  # held open, and never read
+            return os.fdopen(writer, "wb")
+        return self._log.open("ab")
+
     async def _read(self, process: asyncio.subprocess.Process, listening: asyncio.Future[None]) -> None:
         assert process.stdout is not None
         async for line in process.stdout:
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
+                if event.get("event") == "clock":
+                    self.told_skew = round(event["now"] - time.time())
                 if event.get("event") == "listening" and not listening.done():
                     self.facts = event
                     listening.set_result(None)

@@ -82,9 +82,9 @@ async def restarted_in_turn(trial: Trial) -> None:
 
     async def keep_asking() -> None:
         while not stop.is_set():
-            flow = trial.flow(streams(8, 60) + streams(1, 600))
+            flow = trial.flow(streams(4, 40) + streams(1, 400))  # the last outlives a drain
             waves.append(flow)
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.6)
 
     asking = asyncio.create_task(keep_asking())
     await asyncio.sleep(0.5)

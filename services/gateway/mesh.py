@@ -42,8 +42,13 @@ class MeshLimits:
 
 
 def _is_its_own(error: StatusError) -> bool:
-    """Whether it is one scheduler's trouble and another may do better. A refusal says when to come back; gRPC's UNAVAILABLE doesn't."""
-    return error.code is Code.UNAVAILABLE and (error.retry_after_seconds is None or error.reason == _STORE_AWAY)
+    """Whether it is one scheduler's trouble and another may do better. A refusal says when to come back; gRPC's UNAVAILABLE doesn't.
+
+    CANCELLED is a server that stops: what is cancelled here raises CancelledError.
+    """
+    return error.code is Code.CANCELLED or (
+        error.code is Code.UNAVAILABLE and (error.retry_after_seconds is None or error.reason == _STORE_AWAY)
+    )
 
 
 class RetryBudget:
