@@ -25,8 +25,12 @@ async def run_trial(fleet: Fleet, traffic: Traffic, row: Row, number: int, seed:
         await row.act(trial)
     except TimeoutError as error:
         trial.unproven.append(str(error))
-    await fleet.whole()
-    trial.leaked = await leaks(fleet)
+    try:
+        await fleet.whole()
+        trial.leaked = await leaks(fleet)
+    except TimeoutError as error:
+        trial.broken.append(f"the mesh comes back by itself: {error}")
+        await fleet.renew()
     return trial
 
 

@@ -156,6 +156,20 @@ class Fleet:
         self.gateways.append(process)
         await process.start()
 
+    async def renew(self) -> None:
+        """Starts every process anew, with an empty Valkey: for whom nothing else helps."""
+        await asyncio.gather(*(process.kill() for process in self._services if process.lives))
+        await self.valkey.kill()
+        self.forget_valkey()
+        await self.start_valkey()
+        for process in self._services:
+            await process.start()
+        await self.whole()
+
+    @property
+    def _services(self) -> list[Process]:
+        return [*self.schedulers, *self.workers, *self.gateways]
+
     # --- what it is asked
 
     @property
@@ -233,7 +247,7 @@ class Fleet:
             await self.start_valkey()
         await asyncio.gather(*self._respawning.values())
         self._respawning.clear()
-        for process in [*self.schedulers, *self.workers, *self.gateways]:
+        for process in self._services:
             process.signal(signal.SIGCONT)
             if not process.lives:
                 await process.start()

@@ -15,8 +15,10 @@ def main() -> None:
     right = time.time
 
     def wrong() -> float:
-        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
-        return right() + (ahead if caller == "__main__" or caller.startswith("services.") else 0.0)
+        caller = sys._getframe(1)  # of compiled code there is no frame: then it is who called that, who doesn't import `time`
+        module = str(caller.f_globals.get("__name__", ""))
+        ours = caller.f_globals.get("time") is time and (module == "__main__" or module.startswith("services."))
+        return right() + (ahead if ours else 0.0)
 
     time.time = wrong
     print(json.dumps({"event": "clock", "now": time.time()}), flush=True)

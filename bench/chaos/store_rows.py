@@ -48,10 +48,8 @@ async def _shed(trial: Trial, what: str, count: int = 8) -> list[Stream]:
     ended = await flow.end()
     for stream in ended:
         if not stream.succeeded:
-            trial.expect(
-                f"{what}: shed by {stream.error} {stream.words} after {stream.seconds:.2f} s",
-                stream.error in SHED_CODES and stream.seconds < 1.5,
-            )
+            how = f"{stream.error} {stream.words} after {stream.seconds:.2f} s"
+            trial.expect(f"{what}: shed within a second, not {how}", stream.error in SHED_CODES and stream.seconds < 1.5)
     return ended
 
 

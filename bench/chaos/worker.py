@@ -6,6 +6,9 @@ SIGUSR1 hangs its next step, SIGUSR2 its event loop.
 import asyncio
 import signal
 import threading
+from types import SimpleNamespace
+
+import torch
 
 import services.worker.__main__ as service
 from bench.chaos.runner import EOS, VOCAB_SIZE, BlockRunner
@@ -32,12 +35,25 @@ async def load(settings: WorkerSettings, _: asyncio.Event) -> tuple[Engine, Serv
         host_blocks=num_blocks // 4,
         speculation=2,
     )
+    if settings.device != "cpu":
+        _pretend_to_have_a_gpu()
     runner = BlockRunner(num_blocks, config.block_size, config.num_host_slots)
     engine = Engine(runner, config, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], max_model_len=4096, model_version=_VERSION)
     served = Served(f"{MODEL}@fp32", _VERSION, "chaos", VOCAB_SIZE, config.block_size, num_blocks, engine.max_model_len)
     signal.signal(signal.SIGUSR1, lambda *_: runner.hang.set())
     signal.signal(signal.SIGUSR2, lambda *_: _stick())
     return engine, served
+
+
+def _pretend_to_have_a_gpu() -> None:
+    """One whose driver tells its name once, and then nothing any more."""
+    for name, says in (("get_device_properties", SimpleNamespace(name="none", uuid=None)), ("get_device_name", "none")):
+        setattr(torch.cuda, name, lambda *_, says=says: says)
+    torch.cuda.mem_get_info = _no_memory_info  # type: ignore[assignment]  # whatever it is asked
+
+
+def _no_memory_info(*_: object) -> tuple[int, int]:
+    raise RuntimeError("the driver is gone")
 
 
 def _stick() -> None:
