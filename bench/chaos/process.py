@@ -33,6 +33,7 @@ class Process:
         self.told_skew: float | None = None  # seconds that its clock is ahead, by its own word
         self.skew = 0.0  # of its next start
         self.hardship = ""  # of its next start: blocked log, full disk, few files
+        self._unread: int | None = None  # the end of its log's pipe that nobody reads
 
     @property
     def pid(self) -> int:
@@ -74,6 +75,9 @@ class Process:
 
     def _error_file(self) -> IO[bytes]:
         """Where its log goes."""
+        if self._unread is not None:
+            os.close(self._unread)
+            self._unread = None
         if self.hardship == "full disk":
             return open("/dev/full", "ab")  # the caller closes it
         if self.hardship == "blocked log":
@@ -83,7 +87,7 @@ class Process:
                 while os.write(writer, b"x" * 4096):
                     pass
             os.set_blocking(writer, True)
-            self._unread = reader  # held open, and never read
+            self._unread = reader
             return os.fdopen(writer, "wb")
         return self._log.open("ab")
 
@@ -126,6 +130,15 @@ class Process:
         except TimeoutError:
             await self.kill()
             return -signal.SIGKILL
+
+    @property
+    def feels_hardship(self) -> bool:
+        """Whether the process that lives runs under what it was to be started under, by the kernel's word."""
+        if self.hardship == "few files":
+            limits = Path(f"/proc/{self.pid}/limits").read_text()
+            return any(line.startswith("Max open files") and line.split()[3] == str(_FEW_FILES) for line in limits.splitlines())
+        log = os.readlink(f"/proc/{self.pid}/fd/2")
+        return log.startswith("pipe:") if self.hardship == "blocked log" else log == "/dev/full"
 
     @property
     def is_stopped(self) -> bool:

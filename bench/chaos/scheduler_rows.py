@@ -178,9 +178,8 @@ async def wrong_clocks(trial: Trial) -> None:
     skew = (300, -300, -3600)[trial.number % 3]
     changed = [trial.fleet.schedulers[0], trial.fleet.workers[0], trial.fleet.gateways[0]]
     for process in changed:
-        await process.stop(10)
         process.skew = skew
-        await process.start()
+    await trial.fleet.restart(changed)
     await trial.fleet.whole()
     trial.prove("their clocks are wrong", all(process.told_skew == skew for process in changed))
     stop = asyncio.Event()
@@ -192,9 +191,8 @@ async def wrong_clocks(trial: Trial) -> None:
     epochs = [await trial.fleet.redis.hget(keys.ticket(stream.request_id), "epoch") for stream in trial.surviving if stream.request_id]
     trial.expect("no lease expired", set(epochs) <= {"1"})
     for process in changed:
-        await process.stop(10)
         process.skew = 0.0
-        await process.start()
+    await trial.fleet.restart(changed)
 
 
 ROWS = (
