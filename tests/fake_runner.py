@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable
 
 from services.worker.engine.batch import Batch, Span, SpanResult
+from services.worker.engine.block_pool import SharedPool
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.request import PositionLogprobs, TokenLogprob
@@ -20,6 +21,19 @@ from services.worker.engine.verification import take_run
 VOCAB_SIZE = 1000
 EOS = 7
 _UNWRITTEN = -1
+_TAG = 1 << 20  # what a slot of shared memory holds besides the token: times the number of its writer
+
+
+class FakePages:
+    """Pages that runners of several models share, `page_slots` tokens each; every slot knows who wrote it."""
+
+    def __init__(self, num_pages: int, page_slots: int) -> None:
+        self.page_slots = page_slots
+        self.slots = array("i", [_UNWRITTEN]) * (num_pages * page_slots)
+
+    def clear(self, page: int) -> None:
+        """Nobody has written it."""
+        self.slots[page * self.page_slots : (page + 1) * self.page_slots] = array("i", [_UNWRITTEN]) * self.page_slots
 
 
 class FakeRunner:
@@ -34,20 +48,26 @@ class FakeRunner:
         vocab_size: int = VOCAB_SIZE,
         model: str = "",
         before_execute: Callable[[Batch], None] = lambda batch: None,
+        pages: FakePages | None = None,
+        number: int = 0,
     ) -> None:
+        """`pages`: not its own; `number` tells whose of theirs it writes."""
+        pages = pages or FakePages(num_blocks, block_size)
+        assert pages.page_slots >= block_size
+        self.stride, self.tag = pages.page_slots, number * _TAG
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.model = model  # another name answers otherwise
-        self.slots = array("i", [_UNWRITTEN]) * (num_blocks * block_size)
+        self.slots = pages.slots
         self.host_slots = array("i", [_UNWRITTEN]) * (host_blocks * block_size)
         self.before_execute = before_execute
 
     def copy(self, batch: Batch) -> None:
-        size = self.block_size
+        size, stride = self.block_size, self.stride
         for block, slot in batch.copies_out:
-            self.host_slots[slot * size : (slot + 1) * size] = self.slots[block * size : (block + 1) * size]
+            self.host_slots[slot * size : (slot + 1) * size] = self.slots[block * stride : block * stride + size]
         for block, slot in batch.copies_in:
-            self.slots[block * size : (block + 1) * size] = self.host_slots[slot * size : (slot + 1) * size]
+            self.slots[block * stride : block * stride + size] = self.host_slots[slot * size : (slot + 1) * size]
 
     def execute(self, batch: Batch) -> list[SpanResult]:
         self.before_execute(batch)
@@ -58,7 +78,7 @@ class FakeRunner:
     def _write(self, span: Span) -> None:
         for position, token in zip(range(span.start, span.end), span.token_ids, strict=True):
             block, offset = divmod(position, self.block_size)
-            self.slots[span.sequence.block_table[block] * self.block_size + offset] = token
+            self.slots[span.sequence.block_table[block] * self.stride + offset] = self.tag + token
 
     def _answer(self, span: Span) -> SpanResult:
         result = SpanResult()
@@ -81,9 +101,12 @@ class FakeRunner:
         size = self.block_size
         read = array("i")
         for block in sequence.block_table[: -(-num_tokens // size)]:
-            read += self.slots[block * size : (block + 1) * size]
+            read += self.slots[block * self.stride : block * self.stride + size]
         read = read[:num_tokens]
         assert _UNWRITTEN not in read, f"{sequence.request_id} reads a slot that nobody has written"
+        if self.tag:
+            assert {token // _TAG * _TAG for token in read} == {self.tag}, f"{sequence.request_id} reads what another model has written"
+            read = array("i", [token - self.tag for token in read])
         return next_token(read, sequence, self.vocab_size, self.model, num_drafts=max(0, num_tokens - sequence.num_tokens))
 
 
@@ -111,8 +134,11 @@ def fake_engine(
     before_execute: Callable[[Batch], None] = lambda batch: None,
     speculator: Speculator | None = None,
     clock: Callable[[], float] = lambda: 0.0,
+    pool: SharedPool | None = None,
+    pages: FakePages | None = None,
+    number: int = 0,
 ) -> Engine:
-    """An engine on a FakeRunner. By the default clock no time passes: copies always pay."""
+    """An engine on a FakeRunner. By the default clock no time passes: copies always pay. `pool` and `pages` are part of an arena."""
     config = config or EngineConfig()
     runner = FakeRunner(
         config.num_blocks,
@@ -121,6 +147,8 @@ def fake_engine(
         vocab_size=vocab_size,
         model=model,
         before_execute=before_execute,
+        pages=pages,
+        number=number,
     )
     return Engine(
         runner,
@@ -130,4 +158,5 @@ def fake_engine(
         model_version=model,
         speculator=speculator,
         clock=clock,
+        pool=pool,
     )

@@ -15,8 +15,9 @@ from services.policy.org import OrgPolicy
 from services.policy.watched import PolicyFile
 from services.scheduler import keys
 from services.scheduler.ledger import Held, Lease, Ledger, Queued, Settlement, Timing, View
+from services.scheduler.policy.fleet import ServedModel, Worker
 from services.scheduler.policy.order import Ticket
-from services.scheduler.policy.pick import Placement, ServedModel, Worker
+from services.scheduler.policy.pick import Placement
 from services.scheduler.policy.rules import Rules
 from services.scheduler.scheduler import Options, Scheduler
 from services.scheduler.server import add_services

@@ -185,7 +185,7 @@ class Harness:
     async def idle(self, seconds: float = 5.0) -> None:
         """Waits until nothing is left of any request, and checks the engine's books."""
         await until(lambda: not len(self.worker.leases) and not self.engine.has_work, seconds)
-        await until(lambda: self.worker.loop.last_turn.stats.num_used_blocks == 0, seconds)
+        await until(lambda: self.worker.loop.last_turn.stats[self.served.model].num_used_blocks == 0, seconds)
         self.engine.check_integrity()
 
 
@@ -276,7 +276,7 @@ async def serving(
         speculator=speculator,
     )
     settings = WorkerSettings(model="toy", schedulers=schedulers, max_sequences=max_sequences, worker_id="w1")
-    worker = Worker(engine, served, settings, pace=pace, beat=beat, clock=clock)
+    worker = Worker([(engine, served)], settings, pace=pace, beat=beat, clock=clock)
     await worker.start()
     try:
         async with rpc.channel(worker.address) as channel, httpx.AsyncClient(base_url=f"http://{worker.internal_address}") as http:

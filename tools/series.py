@@ -14,7 +14,7 @@ from services.scheduler.metrics import Metrics as SchedulerMetrics
 from services.scheduler.metrics import State
 from services.worker import device_figures
 from services.worker.engine.engine import EngineStats
-from services.worker.metrics import Metrics as WorkerMetrics
+from services.worker.metrics import WorkerMetrics
 from services.worker.telemetry import Device, Telemetry
 from services.worker.throughput import Throughput
 
@@ -52,9 +52,9 @@ def _registries() -> list[CollectorRegistry]:
     GatewayMetrics(gateway)
     scheduler.show(State(**{field.name: _nothing(field.name) for field in dataclasses.fields(State)}))
     throughput = Throughput(num_blocks=1, block_size=1, max_sequences=1)
-    engine = WorkerMetrics(worker, model_name="", max_model_len=1, throughput=throughput)
-    engine.watch(_stats, lambda: 0, _sensors(None))
-    engine.describe_cache(block_size=1, num_gpu_blocks=1)
+    engines = WorkerMetrics(worker, {"": throughput}, max_model_len=1)
+    engines.watch(lambda: {"": _stats()}, lambda: 0, _sensors(None))
+    engines.describe_caches([{"block_size": 1, "num_gpu_blocks": 1}])
     for figure in device_figures.figures(_sensors(Device(0, "", ""))):
         worker.register(figure)
     common.add_process(gateway)

@@ -14,6 +14,7 @@ import services.worker.__main__ as service
 from bench.chaos.runner import EOS, VOCAB_SIZE, BlockRunner
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
+from services.worker.loading import Loaded
 from services.worker.settings import WorkerSettings
 from services.worker.wire import Served
 
@@ -21,7 +22,7 @@ MODEL = "chaos"
 _VERSION = "c" * 16
 
 
-async def load(settings: WorkerSettings, _: asyncio.Event) -> tuple[Engine, Served]:
+async def load(settings: WorkerSettings, _: asyncio.Event) -> Loaded:
     """What services.worker.loading.load gives, without a model."""
     num_blocks = settings.num_blocks or 1024
     config = EngineConfig(
@@ -42,7 +43,7 @@ async def load(settings: WorkerSettings, _: asyncio.Event) -> tuple[Engine, Serv
     served = Served(f"{MODEL}@fp32", _VERSION, "chaos", VOCAB_SIZE, config.block_size, num_blocks, engine.max_model_len)
     signal.signal(signal.SIGUSR1, lambda *_: runner.hang.set())
     signal.signal(signal.SIGUSR2, lambda *_: _stick())
-    return engine, served
+    return Loaded([(engine, served)])
 
 
 def _pretend_to_have_a_gpu() -> None:

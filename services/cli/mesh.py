@@ -41,6 +41,8 @@ class Plan:
     log_level: str = "info"
     policy: Path | None = None
     tls: bool = False
+    share: bool = False
+    device_memory: str | None = None
 
 
 class Mesh:
@@ -104,15 +106,16 @@ class Mesh:
 
     def _worker_starts(self, scheduler_address: str) -> list[Start]:
         plan = self._plan
-        placed = [model for model in plan.models for _ in range(plan.workers)]
+        entries = [f"{model.path}={model.name}" for model in plan.models]
+        placed = [entry for entry in ([",".join(entries)] if plan.share else entries) for _ in range(plan.workers)]
         # Workers that share the cores would slow each other by more threads than cores.
         threads = max(1, len(os.sched_getaffinity(0)) // len(placed))
         starts: list[Start] = []
-        for number, model in enumerate(placed, start=1):
+        for number, entry in enumerate(placed, start=1):
             environment = {
                 "FOREBAY_LISTEN_ADDRESS": "127.0.0.1:0",
                 "FOREBAY_SCHEDULERS": scheduler_address,
-                "FOREBAY_MODEL": f"{model.path}={model.name}",
+                "FOREBAY_MODEL": entry,
                 "FOREBAY_WORKER_ID": f"worker-{number}",
                 "FOREBAY_FLIGHT_RECORD_FILE": str(self._home.logs / f"worker-{number}.flight"),
                 "FOREBAY_NUM_THREADS": os.environ.get("FOREBAY_NUM_THREADS", str(threads)),
@@ -121,6 +124,8 @@ class Mesh:
                 environment["FOREBAY_LEVEL"] = plan.level
             if plan.kv_memory is not None:
                 environment["FOREBAY_KV_MEMORY"] = plan.kv_memory
+            if plan.device_memory is not None:
+                environment["FOREBAY_DEVICE_MEMORY"] = plan.device_memory
             starts.append(self._start("worker", environment, name=f"worker-{number}"))
         return starts
 

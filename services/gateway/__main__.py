@@ -80,7 +80,7 @@ def build(settings: GatewaySettings, registry: CollectorRegistry) -> Gateway:
     """The gateway's parts, from its settings."""
     models = Models.from_entries(settings.models)
     policy = PolicyFile(settings.policy_file)
-    mesh = Mesh(settings.scheduler_addresses, identity=tls.mutual(settings, "gateway"))
+    mesh = Mesh(settings.scheduler_addresses, identity=tls.mutual(settings, "gateway"), region=settings.region)
     return Gateway(
         authenticator=_authenticator(settings, ApiKeys(mesh)),
         catalogue=Catalogue(models, lambda: policy.policy.models),

@@ -105,12 +105,15 @@ class Mesh:
         limits: MeshLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         identity: Identity | None = None,
+        region: str = "",
     ) -> None:
+        """`region`: label of where this gateway is."""
         if not schedulers:
             raise ValueError("no scheduler address given: set FOREBAY_SCHEDULERS to host:port[,host:port...]")
         self.limits = limits or MeshLimits()
         self.clock = clock
         self.budget = RetryBudget(self.limits.retry_capacity, self.limits.retry_ratio, self.limits.retry_per_second, clock)
+        self.region = region
         self._identity = identity
         self._version = identity.version if identity else 0  # of the identity, that the channels go by
         self._schedulers = [self._connect(address) for address in schedulers]

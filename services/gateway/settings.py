@@ -22,6 +22,7 @@ class GatewaySettings(ServiceSettings):
     oidc_issuer: str = Field("", description="https URL of an OpenID Connect issuer, which says where its keys are; it is the `iss`, too")
     jwt_issuer: str = Field("", description="the `iss` that tokens must carry; empty: any, or the oidc_issuer")
     jwt_audience: str = Field("", description="the `aud` that tokens must carry; empty: any")
+    region: str = Field("", max_length=64, description="label of where it is: a worker of another region costs its distance")
     max_tokens_cap: int = Field(32_768, ge=1, description="most tokens that one choice may ask for")
     max_open_calls: int = Field(2048, ge=1, description="calls of both faces that may be open at once; more get UNAVAILABLE (503)")
     max_connections: int = Field(4096, ge=1, description="connections that each face holds open at once; more are refused")

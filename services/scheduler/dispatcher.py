@@ -1,6 +1,7 @@
 """Places waiting tickets: woken, it reads, lets the policy decide, commits. Any number of schedulers do so at once; losers look again."""
 
 import asyncio
+import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,18 +10,15 @@ from services.common.errors import StatusError
 from services.scheduler import keys
 from services.scheduler.ledger import Lease, Ledger
 from services.scheduler.metrics import Metrics, class_label
+from services.scheduler.policy.memory import Memory
 from services.scheduler.policy.order import Order
-from services.scheduler.policy.pick import Placement, counts_on, plan
-from services.scheduler.policy.prefix_index import PrefixIndex
+from services.scheduler.policy.pick import Placement, plan
 from services.scheduler.policy.rules import Rules
 from services.scheduler.registry import Registry
 from services.scheduler.spans import trace_placement
 
 MAX_HEADS = 64
 """Tickets of one queue that are looked at in one round."""
-
-MAX_WAITED = 10_000
-"""Tickets of which it is remembered why they weren't placed."""
 
 
 class Dispatcher:
@@ -35,6 +33,7 @@ class Dispatcher:
         *,
         poll_seconds: float,
         delivered: Callable[[Lease, str], None],
+        memory: Memory | None = None,
     ) -> None:
         self._ledger = ledger
         self._registry = registry
@@ -43,8 +42,8 @@ class Dispatcher:
         self._poll_seconds = poll_seconds
         self._delivered = delivered
         self._woken = asyncio.Event()
-        self._waited: dict[str, str] = {}  # request id -> why it wasn't placed at the last look
-        self._index = PrefixIndex()
+        self._memory = Memory() if memory is None else memory
+        self._draw = random.Random().randrange  # noqa: S311  # it spreads placements
 
     def wake(self) -> None:
         """There is a new ticket, or room."""
@@ -67,9 +66,9 @@ class Dispatcher:
             return False
         rules = self._rules()
         view = await self._ledger.view(workers, MAX_HEADS, preemptible=rules.preemptible)
-        if len(self._waited) > MAX_WAITED:  # of tickets that others have placed, or that are gone
-            self._waited.clear()
-        placements = plan(Order(view.fifos, rules, view.recent), view.workers, rules, self._waited, self._index)
+        self._memory.forget_the_gone()
+        order = Order(view.fifos, rules, view.recent)
+        placements = plan(order, view.workers, rules, self._memory, now=time.monotonic(), draw=self._draw)
         outcomes = await self._ledger.commit(placements, rules)
         for placement, outcome in zip(placements, outcomes, strict=True):
             self._report(placement, outcome)
@@ -81,7 +80,8 @@ class Dispatcher:
             self._metrics.decisions.labels(outcome).inc()
             return
         ticket = placement.ticket
-        self._metrics.decisions.labels(counts_on(placement)).inc()
+        self._memory.committed(ticket, placement.worker, placement.num_new_tokens, time.monotonic())
+        self._metrics.decisions.labels(placement.counts_on).inc()
         trace_placement(placement, outcome)
         self._metrics.placements.labels(ticket.model, class_label(ticket.latency_class)).inc()
         self._delivered(outcome, keys.line_name(ticket.model, ticket.latency_class))

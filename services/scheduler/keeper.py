@@ -12,9 +12,9 @@ from services.scheduler import keys
 from services.scheduler.ledger import Ended, Expired, Finished, Full, Lease, Ledger, News, Quarantined, Survey
 from services.scheduler.metrics import Metrics, class_label
 from services.scheduler.orgs import Orgs
+from services.scheduler.policy.fleet import Worker, impossible
 from services.scheduler.policy.order import Ticket, positions
 from services.scheduler.policy.pace import Pace, retry_seconds
-from services.scheduler.policy.pick import Worker, impossible
 from services.scheduler.policy.rules import Rules
 from services.scheduler.quota import Over, refusal
 from services.scheduler.registry import Registry

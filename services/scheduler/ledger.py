@@ -9,8 +9,9 @@ from services.policy.classes import BATCH, REALTIME
 from services.policy.org import OrgPolicy
 from services.scheduler import keys
 from services.scheduler.policy import decision
+from services.scheduler.policy.fleet import Worker, share_blocks
 from services.scheduler.policy.order import Fifo, Ticket, expected_output
-from services.scheduler.policy.pick import Placement, Worker, share_blocks
+from services.scheduler.policy.pick import Placement
 from services.scheduler.policy.rules import Rules
 from services.scheduler.quota import UNKNOWN, Over, QuotaState, as_argument
 from services.scheduler.store import Call, Store

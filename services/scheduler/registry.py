@@ -4,11 +4,14 @@ Time is passed in (monotonic seconds). What room they have is Redis's to say, no
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from forebay.v1 import admin_pb2, scheduler_pb2
+from services.scheduler.policy.backlog import Backlog
+from services.scheduler.policy.fleet import ServedModel, Worker, serves
+from services.scheduler.policy.health import Gate
+from services.scheduler.policy.node import SLOWDOWN_CELSIUS, NodeState, StepCost, prefill_rate
 from services.scheduler.policy.order import Ticket
-from services.scheduler.policy.pick import ServedModel, Worker, serves
 
 FORGET_SECONDS = 60.0
 """How long a worker that has left is still shown, and still counts when judging what the fleet could ever hold."""
@@ -22,6 +25,11 @@ class Attached:
     stream: object | None
     seen_at: float
     heartbeat: scheduler_pb2.Heartbeat | None = None
+    worker: Worker = field(init=False)
+    """The policy's view of it, with no room in use."""
+
+    def __post_init__(self) -> None:
+        self.worker = as_worker(self.registration)
 
     def not_ready_reason(self, now: float, liveness_seconds: float) -> str:
         """Why no new work goes there, for people; empty if it does."""
@@ -42,10 +50,18 @@ class Attached:
 class Registry:
     """By worker id. The newest stream of a worker is the one that counts."""
 
-    def __init__(self, *, liveness_seconds: float, drained: Callable[[scheduler_pb2.Register], bool] = lambda _: False) -> None:
-        """`drained`: whether operators have taken a worker out of service."""
+    def __init__(
+        self,
+        *,
+        liveness_seconds: float,
+        backlog: Backlog | None = None,
+        drained: Callable[[scheduler_pb2.Register], bool] = lambda _: False,
+    ) -> None:
+        """`backlog` hears of each heartbeat. `drained`: whether operators have taken a worker out of service."""
         self._liveness_seconds = liveness_seconds
         self._drained = drained
+        self._backlog = backlog or Backlog()
+        self._gate = Gate()
         self._workers: dict[str, Attached] = {}
         self._last_served: dict[tuple[str, str], float] = {}
 
@@ -61,6 +77,7 @@ class Registry:
             return False
         worker.heartbeat, worker.seen_at = heartbeat, now
         self._note_served(worker, now)
+        self._note_state(worker, heartbeat, now)
         return True
 
     def detach(self, worker_id: str, stream: object) -> bool:
@@ -73,12 +90,13 @@ class Registry:
 
     def usable(self, now: float) -> list[Worker]:
         """Workers that new work may go to, with no room in use as far as this module knows."""
-        return [as_worker(w.registration) for w in self._workers.values() if not self._not_ready_reason(w, now)]
+        ready = [w.worker for w in self._workers.values() if not self._not_ready_reason(w, now)]
+        return [self._suspended(worker) if self._gate.is_closed(worker.worker_id, now) else worker for worker in ready]
 
     def known(self, now: float) -> list[Worker]:
         """Every worker seen in the last minute, ready or not."""
         self._forget(now)
-        return [as_worker(w.registration) for w in self._workers.values()]
+        return [w.worker for w in self._workers.values()]
 
     def named(self, name: str, now: float) -> list[str]:
         """Ids of the workers that have this id, or this node's."""
@@ -123,10 +141,24 @@ class Registry:
         for model in _loaded(worker.registration):
             self.note_served(model.model, model.version, now)
 
+    def _note_state(self, worker: Attached, heartbeat: scheduler_pb2.Heartbeat, now: float) -> None:
+        node = node_state(worker.registration, heartbeat)
+        worker.worker = replace(worker.worker, node=node)
+        registration, celsius = worker.registration, node.temperature_celsius
+        block_size = max((model.block_size for model in registration.models), default=0)
+        rate = prefill_rate(node, heartbeat.num_running, heartbeat.num_used_blocks * block_size)
+        listed = {lease.request_id for lease in heartbeat.leases}
+        self._backlog.told(registration.incarnation, heartbeat.num_prefill_tokens, rate, listed, now)
+        self._gate.note(registration.worker_id, now, healthy=heartbeat.healthy, celsius=celsius, slowdown_celsius=node.slowdown_celsius)
+
+    def _suspended(self, worker: Worker) -> Worker:
+        return replace(worker, node=replace(worker.node, suspended=True))
+
     def _forget(self, now: float) -> None:
         for worker_id, worker in list(self._workers.items()):
             if worker.stream is None and now - worker.seen_at > FORGET_SECONDS:
                 del self._workers[worker_id]
+        self._gate.keep(self._workers)
 
     def _as_state(self, worker: Attached, now: float) -> admin_pb2.WorkerState:
         reason = self._not_ready_reason(worker, now)
@@ -145,8 +177,25 @@ def _loaded(registration: scheduler_pb2.Register) -> Iterable[scheduler_pb2.Work
 
 def as_worker(r: scheduler_pb2.Register) -> Worker:
     """The policy's view of a worker with nothing in use."""
-    models = {m.model: ServedModel(m.version, m.block_size, m.num_blocks, m.max_model_len) for m in _loaded(r)}
-    return Worker(r.worker_id, r.incarnation, r.address, r.max_sequences, r.max_sequences + r.max_waiting, models)
+    models = {m.model: ServedModel(m.version, m.block_size, m.num_blocks, m.max_call_tokens or m.max_model_len) for m in _loaded(r)}
+    node = node_state(r, scheduler_pb2.Heartbeat())
+    return Worker(r.worker_id, r.incarnation, r.address, r.max_sequences, r.max_sequences + r.max_waiting, models, node=node)
+
+
+def node_state(r: scheduler_pb2.Register, heartbeat: scheduler_pb2.Heartbeat) -> NodeState:
+    """What a heartbeat says beyond leases. Workers of before tell less: their step time is unknown."""
+    step, total = heartbeat.step_time, heartbeat.memory_total_bytes
+    return NodeState(
+        StepCost(step.fixed_seconds, step.token_seconds, step.row_seconds, step.key_seconds) if heartbeat.HasField("step_time") else None,
+        r.max_step_tokens or NodeState().max_step_tokens,
+        heartbeat.utilization,
+        1 - heartbeat.memory_used_bytes / total if total else 1.0,
+        heartbeat.num_waiting,
+        heartbeat.temperature_celsius if heartbeat.HasField("temperature_celsius") else None,
+        heartbeat.celsius_per_second if heartbeat.HasField("celsius_per_second") else None,
+        r.capacity.slowdown_celsius if r.capacity.HasField("slowdown_celsius") else SLOWDOWN_CELSIUS,
+        r.region,
+    )
 
 
 def _names(ticket: Ticket, model: str, version: str) -> bool:

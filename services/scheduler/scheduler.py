@@ -23,6 +23,8 @@ from services.scheduler.keeper import Keeper
 from services.scheduler.ledger import Lease, Ledger, Timing
 from services.scheduler.metrics import Metrics, State
 from services.scheduler.orgs import Orgs
+from services.scheduler.policy.memory import Memory
+from services.scheduler.policy.routing import ROUTINGS
 from services.scheduler.policy.rules import Rules
 from services.scheduler.registry import Registry
 from services.scheduler.settings import SchedulerSettings
@@ -63,7 +65,8 @@ class Options:
             rules=Rules(
                 settings.output_estimate_tokens,
                 preemptible=settings.preemption,
-                routing=settings.routing,
+                routing=ROUTINGS[settings.routing],
+                distance=settings.distance,
                 fifo=settings.queue_order == "arrival",
             ),
         )
@@ -79,7 +82,8 @@ class Scheduler:
         self.orgs = Orgs(store, policy or PolicyFile(None))
         self.metrics = Metrics()
         self.drains = Drains(store)
-        self.registry = Registry(liveness_seconds=options.liveness_seconds, drained=self.drains.covers)
+        self.memory = Memory()
+        self.registry = Registry(liveness_seconds=options.liveness_seconds, backlog=self.memory.backlog, drained=self.drains.covers)
         self.waiting = Waiting()
         # Drawn at each start: a restarted scheduler must not take its predecessor's streams and events for its own.
         self._instance = f"{options.scheduler_id}/{secrets.token_hex(4)}"
@@ -93,8 +97,9 @@ class Scheduler:
             poll_seconds=options.poll_seconds, no_worker_seconds=options.no_worker_seconds,
         )  # fmt: skip
         self.dispatcher = Dispatcher(
-            self.ledger, self.registry, self.rules, self.metrics, poll_seconds=options.poll_seconds, delivered=self.placed
-        )
+            self.ledger, self.registry, self.rules, self.metrics,
+            poll_seconds=options.poll_seconds, delivered=self.placed, memory=self.memory,
+        )  # fmt: skip
         self.metrics.show(self._state())
         self.stopping = False
         self._holders = itertools.count(1)

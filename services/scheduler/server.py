@@ -15,14 +15,15 @@ from services.scheduler import quota
 from services.scheduler.admin import AdminServicer
 from services.scheduler.ledger import Held, Lease
 from services.scheduler.metrics import class_label, finish_label
+from services.scheduler.policy.fleet import impossible
 from services.scheduler.policy.order import Ticket
-from services.scheduler.policy.pick import impossible
 from services.scheduler.registry import as_worker
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.waiting import Position, Waiter, deadline_passed
 from services.scheduler.wire import check_hashes, check_id, decision_to_proto, org_to_proto, read_settlement
 
 LOG = log.get(__name__)
+MAX_REGION = 64
 MAX_TRACEPARENT = 55
 """Characters of a W3C traceparent."""
 SERVICES = ["forebay.v1.SchedulerService", "forebay.v1.AdminService"]
@@ -293,6 +294,7 @@ def read_ticket(request: scheduler_pb2.PlaceRequest) -> Ticket:
         model_version=t.model_version,
         num_prompt_tokens=t.num_prompt_tokens,
         max_tokens=t.max_tokens,
+        region=t.region[:MAX_REGION],
         n=t.n,
         num_delivered_tokens=request.num_delivered_tokens,
         excluded_workers=frozenset(request.excluded_workers),
@@ -313,9 +315,10 @@ def check_registration(r: scheduler_pb2.Register) -> None:
     for model in r.models:
         if model.loaded and min(model.block_size, model.num_blocks, model.max_model_len) < 1:
             raise invalid("register.models", f"{model.model} is loaded; its block_size, num_blocks and max_model_len must be at least 1")
-        if model.loaded and model.max_model_len > model.num_blocks * model.block_size:
+        longest = model.max_call_tokens or model.max_model_len
+        if model.loaded and longest > model.num_blocks * model.block_size:
             cache = f"its {model.num_blocks} blocks of {model.block_size}"
-            raise invalid("register.models", f"{model.model}: max_model_len is {model.max_model_len}; {cache} can't hold one such sequence")
+            raise invalid("register.models", f"{model.model}: its longest request is of {longest} tokens; {cache} can't hold one such")
 
 
 def gone() -> StatusError:

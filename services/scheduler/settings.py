@@ -2,12 +2,40 @@
 
 import os
 import socket
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from services.common.settings import HostPort, ServiceSettings
+from services.common.settings import HostPort, ServiceSettings, listed
+
+FAR_SECONDS = 0.1
+"""Between two regions of which the operator has said nothing."""
+
+
+def parse_distances(value: str) -> dict[frozenset[str], float]:
+    """Seconds by pair of regions. ValueError names what can't be read."""
+    distances = {}
+    for part in listed(value):
+        pair, _, seconds = part.partition("=")
+        here, _, there = pair.partition("/")
+        try:
+            distance = float(seconds)
+        except ValueError:
+            distance = -1.0
+        if not here or not there or not 0 <= distance < 60:
+            raise ValueError(f"{part} isn't REGION/REGION=SECONDS with 0 to 60 seconds")
+        distances[frozenset((here, there))] = distance
+    return distances
+
+
+def _distances(value: str) -> str:
+    parse_distances(value)
+    return value
+
+
+Distances = Annotated[str, AfterValidator(_distances)]
 
 
 class SchedulerSettings(ServiceSettings):
@@ -30,8 +58,13 @@ class SchedulerSettings(ServiceSettings):
     max_queued: int = Field(4096, ge=1, description="tickets waiting for one model before the least urgent, newest first, are shed")
     preemption: bool = Field(True, description="whether a request may take room that less urgent ones hold on a worker")
     queue_order: Literal["fair", "arrival"] = Field("fair", description="fair: class, org, arrival; arrival: that alone, for comparisons")
-    routing: Literal["prefix", "least_loaded"] = Field(
-        "prefix", description="prefix: to the worker that has least of the prompt left to compute, by its load; least_loaded: by load alone"
+    routing: Literal["seconds", "paper", "prefix", "least_loaded", "round_robin"] = Field(
+        "seconds",
+        description="what is least where a request goes. seconds: what it and the others wait for it, by each worker's step times; "
+        "prefix: tokens left to compute, by load; least_loaded: load; round_robin: nothing; paper: the paper's rule, for comparisons",
+    )
+    distances: Distances = Field(
+        "", description="A/B=SECONDS[,...]: round trips between regions; two that aren't named here cost 0.1, an empty one nothing"
     )
     output_estimate_tokens: int = Field(256, ge=1, description="most output tokens per choice to reserve cache for at placement")
     no_worker_seconds: float = Field(5, ge=0, description="how long a ticket waits while no worker serves its model")
@@ -41,3 +74,13 @@ class SchedulerSettings(ServiceSettings):
     stream_gone_seconds: float = Field(5, gt=0, description="a queued ticket without a Place stream for so long is dropped")
     default_deadline_seconds: float = Field(600, gt=0, description="for tickets that come without a deadline")
     poll_seconds: float = Field(1, gt=0, description="how often to look without having been woken, and to keep house")
+
+    @cached_property
+    def _seconds_apart(self) -> dict[frozenset[str], float]:
+        return parse_distances(self.distances)
+
+    def distance(self, here: str, there: str) -> float:
+        """Seconds from one region to another and back; see `distances`."""
+        if not here or not there or here == there:
+            return 0.0
+        return self._seconds_apart.get(frozenset((here, there)), FAR_SECONDS)

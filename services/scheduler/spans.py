@@ -2,7 +2,7 @@
 
 from services.common import semconv, tracing
 from services.scheduler.ledger import Lease
-from services.scheduler.policy.decision import TERMS, Decision
+from services.scheduler.policy.decision import Decision
 from services.scheduler.policy.pick import Placement
 
 
@@ -34,6 +34,6 @@ def decided(decision: Decision) -> dict[str, tracing.Value]:
     return {
         semconv.FOREBAY_NUM_CANDIDATES: decision.num_candidates,
         semconv.FOREBAY_CANDIDATES: [candidate.worker_id for candidate in fitting],
-        **{f"{semconv.FOREBAY_COST}.{term}": [float(c.cost[index]) for c in fitting] for index, term in enumerate(TERMS)},
+        **{f"{semconv.FOREBAY_COST}.{term}": [float(c.cost[index]) for c in fitting] for index, term in enumerate(decision.terms)},
         semconv.FOREBAY_REFUSED: [f"{c.worker_id}: {c.refused}" for c in decision.candidates if c.refused],
     }

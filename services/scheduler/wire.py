@@ -5,7 +5,7 @@ from services.common.errors import Code, invalid
 from services.policy.org import NAME, OrgPolicy
 from services.scheduler.api_keys import KeyInfo
 from services.scheduler.ledger import Settlement
-from services.scheduler.policy.decision import TERMS, loads
+from services.scheduler.policy.decision import loads
 from services.scheduler.usage import UsageRow
 
 MAX_ID_LENGTH = 256
@@ -65,7 +65,7 @@ def decision_to_proto(text: str) -> explain_pb2.Decision | None:
         explain_pb2.Candidate(
             worker_id=candidate.worker_id,
             chosen=number == 0,
-            cost=[explain_pb2.CostTerm(name=name, value=value) for name, value in zip(TERMS, candidate.cost, strict=False)],
+            cost=[explain_pb2.CostTerm(name=name, value=value) for name, value in zip(decision.terms, candidate.cost, strict=False)],
             refused=candidate.refused,
         )
         for number, candidate in enumerate(decision.candidates)

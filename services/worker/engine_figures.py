@@ -3,13 +3,17 @@
 Read from the engine's own counters at each scrape, so that a step pays nothing for them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from services.common.metrics import Figure, Rows
+from services.worker.engine.encoder import EncoderStats
 from services.worker.engine.engine import EngineStats
+from services.worker.sharing.device import Stats
 
 LABELS = ("model_name", "engine")
 
+OfOne = TypeVar("OfOne", EngineStats, EncoderStats)
 Read = Callable[[EngineStats], float]
 Split = Callable[[EngineStats], list[tuple[str, float]]]
 """Values of the one label more, each with its figure."""
@@ -85,19 +89,39 @@ _SPLIT_COUNTERS: tuple[tuple[str, str, str, Split], ...] = (
 )
 
 
-def figures(labels: tuple[str, str], stats: Callable[[], EngineStats]) -> Iterator[Figure]:
-    """One for each name. `labels`: values of LABELS; `stats` gives the engine's as they are."""
+_ENCODER_GAUGES: tuple[tuple[str, str, Callable[[EncoderStats], float]], ...] = (
+    ("forebay_worker_embed_running", "Requests for vectors of which some inputs were computed.", lambda s: s.num_running),
+    ("forebay_worker_embed_waiting", "Requests for vectors of which no input was computed yet.", lambda s: s.num_waiting),
+)
+_ENCODER_COUNTERS: tuple[tuple[str, str, Callable[[EncoderStats], float]], ...] = (
+    ("forebay_worker_embedded_inputs", "Inputs turned into vectors.", lambda s: s.num_inputs),
+    ("forebay_worker_embedded_tokens", "Their tokens.", lambda s: s.num_computed_tokens),
+)
+
+
+def figures(all_stats: Callable[[], Mapping[str, Stats]]) -> Iterator[Figure]:
+    """One for each name, with the series of every model that has it. `all_stats` gives the engines' as they are, by model."""
+
+    def stats() -> Mapping[str, EngineStats]:
+        return {model: s for model, s in all_stats().items() if isinstance(s, EngineStats)}
+
+    def encoders() -> Mapping[str, EncoderStats]:
+        return {model: s for model, s in all_stats().items() if isinstance(s, EncoderStats)}
+
+    for encoder_table, is_counter in ((_ENCODER_GAUGES, False), (_ENCODER_COUNTERS, True)):
+        for name, text, read_encoder in encoder_table:
+            yield Figure(name, text, _one(encoders, read_encoder), LABELS, counter=is_counter)
     for table, is_counter in ((_GAUGES, False), (_COUNTERS, True)):
         for name, text, read in table:
-            yield Figure(name, text, _one(labels, stats, read), LABELS, counter=is_counter)
+            yield Figure(name, text, _one(stats, read), LABELS, counter=is_counter)
     for split_table, is_counter in ((_SPLIT_GAUGES, False), (_SPLIT_COUNTERS, True)):
         for name, text, label, split in split_table:
-            yield Figure(name, text, _several(labels, stats, split), (*LABELS, label), counter=is_counter)
+            yield Figure(name, text, _several(stats, split), (*LABELS, label), counter=is_counter)
 
 
-def _one(labels: tuple[str, str], stats: Callable[[], EngineStats], read: Read) -> Callable[[], Rows]:
-    return lambda: [(labels, read(stats()))]
+def _one(stats: Callable[[], Mapping[str, OfOne]], read: Callable[[OfOne], float]) -> Callable[[], Rows]:
+    return lambda: [((model, "0"), read(s)) for model, s in stats().items()]
 
 
-def _several(labels: tuple[str, str], stats: Callable[[], EngineStats], split: Split) -> Callable[[], Rows]:
-    return lambda: [((*labels, value), figure) for value, figure in split(stats())]
+def _several(stats: Callable[[], Mapping[str, EngineStats]], split: Split) -> Callable[[], Rows]:
+    return lambda: [((model, "0", value), figure) for model, s in stats().items() for value, figure in split(s)]

@@ -1,4 +1,4 @@
-"""The only thread of a worker: it steps the engine. Knows no RPC.
+"""The only thread of a worker: it steps the device's engines. Knows no RPC.
 
 Commands go in through a queue; what steps bring comes out in turns, one wake-up of the event loop each (DESIGN 8.11).
 Everything public is called on the event loop; what the thread runs is marked so.
@@ -9,14 +9,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.common import log
 from services.common.errors import Code, StatusError
-from services.worker.engine.engine import Engine, EngineStats
-from services.worker.engine.request import EngineRequest, InvalidRequest, RequestTooLarge, TokenOutput
+from services.worker.engine.request import InvalidRequest, RequestTooLarge
+from services.worker.sharing.device import Output, Progress, Request, SharedDevice, Stats
 from services.worker.watchdog import Limit
 
 SWITCH_INTERVAL_SECONDS = 0.0005
@@ -38,8 +38,8 @@ _logger = log.get(__name__)
 class Sink(Protocol):
     """Where a request's outputs go. Called on the event loop."""
 
-    def push(self, output: TokenOutput) -> None:
-        """New tokens of one choice."""
+    def push(self, output: Any) -> None:
+        """News of it: a TokenOutput of one choice, an EncodeOutput."""
 
     def fail(self, error: StatusError) -> None:
         """The request has ended like this; nothing follows."""
@@ -55,8 +55,9 @@ class _Open:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the engine. Times by the loop's clock."""
+    """One step of one engine. Times by the loop's clock."""
 
+    model: str
     started: float
     ended: float
     num_tokens: int  # computed, the prompts' included
@@ -71,9 +72,9 @@ class Step:
 class Turn:
     """What the event loop takes from the thread at once: of some steps, perhaps one or none."""
 
-    stats: EngineStats
-    progress: dict[str, tuple[int, int]]  # request id -> (output tokens, blocks)
-    outputs: list[TokenOutput] = field(default_factory=list)
+    stats: Mapping[str, Stats]  # by model
+    progress: Progress
+    outputs: Sequence[Output] = field(default_factory=list)
     refusals: list[tuple[str, StatusError]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
@@ -115,17 +116,17 @@ class StepWindow:
 
 
 class EngineLoop:
-    """Runs an engine that nobody else touches."""
+    """Runs a device's engines, which nobody else touches."""
 
     def __init__(
-        self, engine: Engine, *, clock: Callable[[], float] = time.monotonic, observe: Callable[[Turn], None] | None = None
+        self, device: SharedDevice, *, clock: Callable[[], float] = time.monotonic, observe: Callable[[Turn], None] | None = None
     ) -> None:
         """`observe` sees each turn on the event loop, after its outputs were delivered."""
-        self._engine = engine
+        self._device = device
         self._clock = clock
         self._observe = observe
         self._wake = threading.Condition()
-        self._commands: deque[EngineRequest | str] = deque()  # a request to add, or an id to abort
+        self._commands: deque[Request | str] = deque()  # a request to add, or an id to abort
         self._started = self._stopping = False
         self._open: dict[str, _Open] = {}
         self._progressed_at = clock()
@@ -135,7 +136,7 @@ class EngineLoop:
         self._unsaid: list[Turn] = []  # by the thread, and not collected
         self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.last_turn = Turn(engine.stats(), {})
+        self.last_turn = Turn(device.stats(), {})
         self.num_stale_outputs = 0
 
     def start(self) -> None:
@@ -147,7 +148,7 @@ class EngineLoop:
         self._thread.start()
         self._started = True
 
-    def add(self, request: EngineRequest, sink: Sink) -> None:
+    def add(self, request: Request, sink: Sink) -> None:
         """Hands a request over; its id must be new. What comes of it goes to `sink`."""
         assert request.request_id not in self._open, request.request_id
         if self.failed.done():
@@ -155,7 +156,7 @@ class EngineLoop:
             return
         if self.stalled_seconds == 0.0:
             self._progressed_at = self._clock()
-        self._open[request.request_id] = _Open(sink, request.n - len(request.finished_choices))
+        self._open[request.request_id] = _Open(sink, request.num_open_choices)
         if self._timer is None:
             self._timer = self._loop.call_at(self._next_beat(), self._tick)
         self._command(request)
@@ -185,7 +186,7 @@ class EngineLoop:
     @property
     def limit(self) -> Limit:
         """How long it may go without progress: well above the longest step that there was or may be."""
-        return Limit.of(max(self._longest_step_seconds, self._engine.full_step_seconds()))
+        return Limit.of(max(self._longest_step_seconds, self._device.full_step_seconds()))
 
     @property
     def healthy(self) -> bool:
@@ -224,7 +225,7 @@ class EngineLoop:
         """Tokens generated in the last second."""
         return self._window.tokens_per_second(self._clock())
 
-    def _command(self, command: EngineRequest | str) -> None:
+    def _command(self, command: Request | str) -> None:
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -257,7 +258,7 @@ class EngineLoop:
         if self._observe is not None:
             self._observe(turn)
 
-    def _hand_out(self, output: TokenOutput) -> None:
+    def _hand_out(self, output: Output) -> None:
         if (request := self._open.get(output.request_id)) is None:
             self.num_stale_outputs += 1
             return
@@ -289,28 +290,27 @@ class EngineLoop:
         finally:
             self._post(self._ended.set)
 
-    def _turn(self, commands: list[EngineRequest | str]) -> Turn:
+    def _turn(self, commands: list[Request | str]) -> Turn:
         refusals = self._apply(commands)
         started = self._clock()
-        if not self._engine.has_work:
+        if not self._device.has_work:
             self._progressed_at = started
-            return Turn(self._engine.stats(), {}, refusals=refusals)
-        counters = self._engine.batcher.counters
-        computed, generated = counters.computed_tokens, counters.generated_tokens
+            return Turn(self._device.stats(), {}, refusals=refusals)
         self._stepping_since = started
-        outputs = self._engine.step(started)
+        done = self._device.step(started)
         self._stepping_since = None
-        step = Step(started, self._clock(), counters.computed_tokens - computed, counters.generated_tokens - generated)
+        step = Step(done.model, started, self._clock(), done.num_tokens, done.num_generated_tokens)
+        self._device.took(step.model, step.seconds)
         self._longest_step_seconds = max(self._longest_step_seconds, step.seconds, LEAST_STEP_SECONDS)
-        if outputs or step.num_tokens:
+        if done.outputs or step.num_tokens:
             self._progressed_at = step.ended
         else:
             self._pause()
-        return Turn(self._engine.stats(), self._progress(), outputs, refusals, [step])
+        return Turn(self._device.stats(), self._device.progress(), done.outputs, refusals, [step])
 
     def _say(self, turn: Turn, *, urgent: bool) -> None:
         """Leaves a turn to be collected, at once where somebody waits for it."""
-        urgent |= any(output.first_position == 0 or output.finish_reason is not None for output in turn.outputs)
+        urgent |= any(output.is_urgent for output in turn.outputs)
         with self._wake:
             self._unsaid.append(turn)
         if urgent or any(2 * step.seconds > TURN_SECONDS for step in turn.steps):
@@ -321,26 +321,23 @@ class EngineLoop:
             if not self._commands and not self._stopping:
                 self._wake.wait(IDLE_STEP_SECONDS)
 
-    def _apply(self, commands: list[EngineRequest | str]) -> list[tuple[str, StatusError]]:
+    def _apply(self, commands: list[Request | str]) -> list[tuple[str, StatusError]]:
         """Adds and aborts in order; answers which requests were refused, and why."""
         refusals = []
         for command in commands:
             if isinstance(command, str):
-                self._engine.abort(command)
+                self._device.abort(command)
                 continue
             try:
-                self._engine.add(command)
+                self._device.add(command)
             except (RequestTooLarge, InvalidRequest) as error:
                 refusals.append((command.request_id, StatusError(Code.INVALID_ARGUMENT, str(error), reason="REQUEST_REFUSED")))
         return refusals
 
-    def _progress(self) -> dict[str, tuple[int, int]]:
-        return {request_id: (num_output_tokens, num_blocks) for request_id, num_output_tokens, num_blocks in self._engine.progress()}
-
-    def _take(self) -> list[EngineRequest | str] | None:
+    def _take(self) -> list[Request | str] | None:
         """The commands that came in; sleeps while there is neither a command nor work. None: stop."""
         with self._wake:
-            while not self._commands and not self._stopping and not self._engine.has_work:
+            while not self._commands and not self._stopping and not self._device.has_work:
                 self._wake.wait()
             if self._stopping:
                 return None

@@ -3,12 +3,13 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from forebay.v1 import explain_pb2, scheduler_pb2, types_pb2, worker_pb2
 from services.common import tracing
 from services.common.errors import Code, StatusError, unavailable
 from services.common.tracing import Span
+from services.worker.embed_lease import EmbedLease, to_encoder
 from services.worker.engine.grammar import Grammar
 from services.worker.engine.request import EngineRequest, FinishReason, TokenOutput
 from services.worker.engine.timeline import Snapshot
@@ -16,6 +17,7 @@ from services.worker.engine_loop import EngineLoop
 from services.worker.metrics import Ended, Metrics
 from services.worker.outbox import Outbox, Pace
 from services.worker.spans import trace_request
+from services.worker.vector_outbox import VectorOutbox
 from services.worker.wire import Served, timeline, to_engine
 
 MAX_WAITING = 2
@@ -28,12 +30,12 @@ MAX_ENDED = 10_000
 class Lease:
     """One request here, under one epoch: the sink of its outputs, and its account."""
 
-    def __init__(self, request_id: str, epoch: int, request: EngineRequest, outbox: Outbox, metrics: Metrics, block_size: int) -> None:
+    def __init__(self, request_id: str, epoch: int, request: EngineRequest, outbox: Outbox, metrics: Metrics, served: Served) -> None:
         self.request_id = request_id
         self.epoch = epoch
         self.request = request
         self.outbox = outbox
-        self.block_size = block_size
+        self.served = served
         self.num_sequences = request.n - len(request.finished_choices)
         self.num_new_tokens = 0
         self.num_cached_tokens = 0
@@ -44,7 +46,7 @@ class Lease:
         self.arrived_at = time.monotonic()
         self.timeline: Snapshot | None = None  # the latest
         self.span = tracing.OFF  # of the call that brought it
-        self._metrics = metrics
+        self.metrics = metrics
         self._token_at: dict[int, float] = {}  # choice -> when its last token came
         self._started_at: float | None = None
         self._first_token_at: float | None = None
@@ -63,8 +65,8 @@ class Lease:
     @property
     def num_wanted_blocks(self) -> int:
         """Cache blocks that it needs to start, or to go on."""
-        num_prompt_blocks = -(-len(self.request.prompt_token_ids) // self.block_size)
-        return num_prompt_blocks + self.num_output_tokens // self.block_size
+        num_prompt_blocks = -(-len(self.request.prompt_token_ids) // self.served.block_size)
+        return num_prompt_blocks + self.num_output_tokens // self.served.block_size
 
     @property
     def usage(self) -> types_pb2.Usage:
@@ -134,10 +136,10 @@ class Lease:
         num_tokens = len(output.token_ids)
         if not self._token_at:
             self._started_at, self._first_token_at = output.start_time, now
-            self._metrics.observe_first_token(now - self.arrived_at, self.span.trace_id)
+            self.metrics.observe_first_token(now - self.arrived_at, self.span.trace_id)
         since = self._token_at.get(output.choice_index)
         if since is not None:
-            observe, gap = self._metrics.inter_token_latency.observe, (now - since) / num_tokens
+            observe, gap = self.metrics.inter_token_latency.observe, (now - since) / num_tokens
             for _ in output.token_ids:
                 observe(gap)
         self._token_at[output.choice_index] = now
@@ -152,22 +154,20 @@ class Leases:
     def __init__(
         self,
         loop: EngineLoop,
-        served: Served,
-        metrics: Metrics,
+        metrics: Mapping[str, Metrics],
         *,
         max_sequences: int,
         preemption: bool = True,
         pace: Pace | None = None,
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """`preemption`: the engine takes room from lower classes. `on_room` is called whenever a lease ends."""
+        """`metrics` by model. `preemption`: an engine takes room from lower classes. `on_room` is called whenever a lease ends."""
         self._loop = loop
-        self._served = served
         self._metrics = metrics
         self._max_sequences = max_sequences
         self._preemption = preemption
         self._pace = pace or Pace()
-        self._live: dict[str, Lease] = {}
+        self._live: dict[str, Lease | EmbedLease] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()  # request id -> highest epoch that is over
         self._idle = asyncio.Event()
         self.on_room = on_room
@@ -176,29 +176,37 @@ class Leases:
     def __len__(self) -> int:
         return len(self._live)
 
-    def admit(self, message: worker_pb2.WorkerServiceGenerateRequest, grammar: Grammar | None = None) -> Lease:
+    def admit(self, message: worker_pb2.WorkerServiceGenerateRequest, served: Served, grammar: Grammar | None = None) -> Lease:
         """Hands a request and its compiled grammar to the engine. StatusError: stale epoch, bad value, too large, no room, draining."""
-        if self.draining:
-            raise unavailable("this worker is draining; place again", reason="DRAINING")
-        if not self._loop.healthy:
-            raise unavailable("the engine of this worker hangs or has failed; place again", reason="ENGINE_HANGS")
-        request = to_engine(message, self._served, grammar)
+        self._check_open()
+        request = to_engine(message, served, grammar)
         self._supersede(message.request_id, message.epoch)
         lease = Lease(
             message.request_id,
             message.epoch,
             request,
             Outbox(self._pace, num_choices=request.n - len(request.finished_choices), num_streams=self.__len__),
-            self._metrics,
-            self._served.block_size,
+            self._metrics[served.model],
+            served,
         )
         self._check_room(lease)
         self._live[lease.request_id] = lease
-        self._metrics.observe_request(n=request.n, max_tokens=message.sampling.max_tokens)
+        lease.metrics.observe_request(n=request.n, max_tokens=message.sampling.max_tokens)
         self._loop.add(request, lease)
         return lease
 
-    def end(self, lease: Lease) -> None:
+    def admit_embedding(self, message: worker_pb2.WorkerServiceEmbedRequest, served: Served) -> EmbedLease:
+        """As admit, of a request for vectors."""
+        self._check_open()
+        request = to_encoder(message, served)
+        self._supersede(message.request_id, message.epoch)
+        lease = EmbedLease(message.request_id, message.epoch, request, VectorOutbox(self._pace), self._metrics[served.model], served)
+        self._check_room(lease)
+        self._live[lease.request_id] = lease
+        self._loop.add(request, lease)
+        return lease
+
+    def end(self, lease: Lease | EmbedLease) -> None:
         """Ends a lease in whatever state; its blocks are free after the engine's current step. Idempotent."""
         if self._live.get(lease.request_id) is not lease:
             return
@@ -206,7 +214,7 @@ class Leases:
         self._remember(lease.request_id, lease.epoch)
         self._loop.abort(lease.request.request_id)
         ended = lease.ended()
-        self._metrics.observe_end(ended)
+        lease.metrics.observe_end(ended)
         trace_request(lease.span, ended, lease.timeline)
         if not self._live:
             self._idle.set()
@@ -257,7 +265,7 @@ class Leases:
             if lease is not None:
                 yield lease.span
 
-    def is_waiting(self, lease: Lease) -> bool:
+    def is_waiting(self, lease: Lease | EmbedLease) -> bool:
         """True while a lease has work left and holds no blocks."""
         return lease.num_sequences > 0 and self._loop.last_turn.progress.get(lease.request.request_id, (0, 0))[1] == 0
 
@@ -272,6 +280,13 @@ class Leases:
             return False
         return True
 
+    def _check_open(self) -> None:
+        """Refuses while nothing new is taken at all."""
+        if self.draining:
+            raise unavailable("this worker is draining; place again", reason="DRAINING")
+        if not self._loop.healthy:
+            raise unavailable("the engine of this worker hangs or has failed; place again", reason="ENGINE_HANGS")
+
     def _supersede(self, request_id: str, epoch: int) -> None:
         """A higher epoch ends the older one; an equal or lower one is refused."""
         live = self._live.get(request_id)
@@ -283,32 +298,33 @@ class Leases:
             live.fail(StatusError(Code.FAILED_PRECONDITION, f"epoch {epoch} has taken this request over", reason="STALE_EPOCH"))
             self.end(live)
 
-    def _check_room(self, new: Lease) -> None:
+    def _check_room(self, new: Lease | EmbedLease) -> None:
         """Refuses what would wait too long. Only leases of the same or a higher class count: the engine preempts the others for it."""
         lowest = new.request.latency_class if self._preemption else types_pb2.LATENCY_CLASS_BATCH
-        rivals = [lease for lease in self._live.values() if lease.request.latency_class <= lowest]
+        fellows = [lease for lease in self._live.values() if lease.served is new.served]
+        rivals = [lease for lease in fellows if lease.request.latency_class <= lowest]
         num_held = sum(lease.num_sequences for lease in rivals)
         # A request wider than the slots is let in when nothing else runs, else it never would be.
         if rivals and num_held + new.num_sequences > self._max_sequences + MAX_WAITING:
-            self._refuse(f"{num_held} sequences of {self._max_sequences} slots and {MAX_WAITING} waiting places are here")
-        num_available, num_starved = self._num_available_blocks(rivals), 0
+            self._refuse(new, f"{num_held} sequences of {self._max_sequences} slots and {MAX_WAITING} waiting places are here")
+        num_below = self._num_blocks(lease for lease in fellows if lease.request.latency_class > lowest)
+        stats = self._loop.last_turn.stats[new.served.model]
+        num_available, num_starved = stats.num_blocks - stats.num_used_blocks + num_below, 0
         for lease in (*(lease for lease in rivals if self.is_waiting(lease)), new):
             if not num_starved and lease.num_wanted_blocks <= num_available:
                 num_available -= lease.num_wanted_blocks
             elif lease is new and num_starved >= MAX_WAITING:
-                self._refuse(f"{num_starved} sequences wait for cache blocks and {num_available} blocks are free")
+                self._refuse(new, f"{num_starved} sequences wait for cache blocks and {num_available} blocks are free")
             else:
                 num_starved += lease.num_sequences
 
-    def _num_available_blocks(self, rivals: list[Lease]) -> int:
-        """Blocks that are free, or held by leases of lower classes."""
-        turn = self._loop.last_turn
-        below = {lease.request.request_id for lease in self._live.values()} - {lease.request.request_id for lease in rivals}
-        num_below = sum(num_blocks for request_id, (_, num_blocks) in turn.progress.items() if request_id in below)
-        return turn.stats.num_blocks - turn.stats.num_used_blocks + num_below
+    def _num_blocks(self, leases: Iterable[Lease | EmbedLease]) -> int:
+        """Blocks that they held after the last turn."""
+        held = self._loop.last_turn.progress
+        return sum(held.get(lease.request.request_id, (0, 0))[1] for lease in leases)
 
-    def _refuse(self, why: str) -> None:
-        self._metrics.refused.inc()
+    def _refuse(self, lease: Lease | EmbedLease, why: str) -> None:
+        lease.metrics.refused.inc()
         raise StatusError(Code.RESOURCE_EXHAUSTED, f"no room on this worker: {why}; place again", reason="NO_ROOM")
 
     def _remember(self, request_id: str, epoch: int) -> None:

@@ -1,41 +1,58 @@
-"""From settings to an engine: sizes the cache, reads the model on a thread, tells how far it is."""
+"""From settings to engines: reads the models on a thread, tells how far it is."""
 
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+from torch import Tensor
 
 from services.common import log
 from services.common.process import announce
-from services.common.settings import SettingsError
+from services.common.settings import SettingsError, listed
 from services.text import model_files
 from services.text.compiler import Compiler
 from services.text.gguf_metadata import ModelError
-from services.worker.engine import backend
-from services.worker.engine.config import EngineConfig, ModelConfig, Verification
+from services.worker.embed_lease import MAX_INPUTS
+from services.worker.engine.config import EngineConfig, ModelConfig, ModelFileError
+from services.worker.engine.encoder import Encoder
+from services.worker.engine.encoder_file import is_encoder
 from services.worker.engine.engine import Engine
-from services.worker.engine.loader import read_config, suggested_level
-from services.worker.engine.quantization import LEVELS
+from services.worker.engine.loader import read_config
+from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.models.decoder import Decoder
+from services.worker.engine.models.moving import MovingWeights
+from services.worker.engine.models.native import NativeDecoder
 from services.worker.settings import WorkerSettings
+from services.worker.sharing.arena import Arena, ModelPool
+from services.worker.sharing.weights import FailedRunner, Movable, Weights
+from services.worker.sizing import engine_config, fingerprint, shared_configs, torch_runner, weights_budget
 from services.worker.wire import Served
 
-CPU_DRAFTS = 8
-"""Most draft tokens on a CPU, where a row's numbers are the same in any batch. Elsewhere they may not be, and greedy tokens with them."""
 PROGRESS_SECONDS = 0.1
+NO_CACHE_BLOCKS = 1 << 20
+"""What an encoder says of cache blocks, each as large as its largest call: whatever other models hold, there is room for another."""
 
 _logger = log.get(__name__)
 
 
-async def load(settings: WorkerSettings, stop: asyncio.Event) -> tuple[Engine, Served] | None:
-    """The engine and what it serves. ModelFileError, SettingsError: a bad file, or no fitting cache. None: `stop` came first."""
-    loaded: Future[tuple[Engine, Served]] = Future()
+@dataclass(frozen=True)
+class Loaded:
+    """Each model's engine, and what it serves. `arena`: where the blocks of several are; `weights`: that don't all fit at once."""
+
+    models: Sequence[tuple[Engine | Encoder, Served]]
+    arena: Arena | None = None
+    weights: Weights | None = None
+
+
+async def load(settings: WorkerSettings, stop: asyncio.Event) -> Loaded | None:
+    """All models. ModelFileError, SettingsError: a bad file, or no fitting cache. None: `stop` came first."""
+    loaded: Future[Loaded] = Future()
     # A thread of its own, and a daemon: a process that is told to stop doesn't wait for gigabytes.
     threading.Thread(target=_load_into, args=(loaded, settings), name="load", daemon=True).start()
     stopped = asyncio.create_task(stop.wait())
@@ -46,115 +63,122 @@ async def load(settings: WorkerSettings, stop: asyncio.Event) -> tuple[Engine, S
     return result.result() if result.done() else None
 
 
-def engine_config(settings: WorkerSettings, model: ModelConfig) -> EngineConfig:
-    """The engine's size: FOREBAY_NUM_BLOCKS, or what fits into FOREBAY_KV_MEMORY. SettingsError: too little, or more than there is."""
-    config = EngineConfig(
-        block_size=settings.block_size,
-        max_sequences=settings.max_sequences,
-        max_step_tokens=settings.max_step_tokens,
-        max_model_len=settings.max_model_len,
-        device=settings.device,
-        level=settings.level,
-        kv_format=None if settings.kv_format == "auto" else settings.kv_format,
-        backend=settings.backend,
-        num_threads=settings.num_threads,
-        prefix_cache=settings.prefix_cache,
-        class_preemption=settings.preemption,
-        speculation=settings.speculation if settings.speculation is not None else CPU_DRAFTS * (settings.device == "cpu"),
-        verification=settings.verification,
-    )
+def _load_into(loaded: "Future[Loaded]", settings: WorkerSettings) -> None:
     try:
-        if config.level == "auto":
-            config = replace(config, level=_level(config, settings.model_path, model))
-        config = replace(config, draft_level=_draft_level(settings, config))
-        block_bytes = backend.block_bytes(config, model)
-    except backend.BackendError as error:
-        raise SettingsError(str(error)) from error
-    num_blocks = settings.num_blocks or int(settings.kv_memory) // block_bytes
-    if num_blocks < 2:
-        raise SettingsError(
-            f"FOREBAY_KV_MEMORY={int(settings.kv_memory)} holds {num_blocks} cache blocks of {block_bytes} bytes; "
-            f"this model needs 2 at least: set {2 * block_bytes} or more"
-        )
-    available = psutil.virtual_memory().available
-    if config.device == "cpu" and num_blocks * block_bytes > available:
-        variable = "FOREBAY_NUM_BLOCKS" if settings.num_blocks else "FOREBAY_KV_MEMORY"
-        raise SettingsError(f"a cache of {num_blocks * block_bytes} bytes is more than this host's {available} free ones: lower {variable}")
-    left = available - (num_blocks * block_bytes if config.device == "cpu" else 0)
-    host_blocks = _host_blocks(settings, block_bytes, left)
-    swap_blocks = int(settings.swap_memory) // block_bytes
-    if swap_blocks * block_bytes > left - host_blocks * block_bytes:
-        raise SettingsError(
-            f"FOREBAY_SWAP_MEMORY={int(settings.swap_memory)} is more than the {left - host_blocks * block_bytes} bytes that this host has "
-            "left: lower it"
-        )
-    return replace(config, num_blocks=num_blocks, host_blocks=host_blocks, swap_blocks=swap_blocks)
-
-
-def _host_blocks(settings: WorkerSettings, block_bytes: int, available: int) -> int:
-    """What fits into FOREBAY_HOST_MEMORY. SettingsError where it could hold nothing, or is more than the `available` bytes."""
-    wanted = int(settings.host_memory)
-    if wanted == 0:
-        return 0
-    if not settings.prefix_cache:
-        raise SettingsError(
-            f"FOREBAY_HOST_MEMORY={wanted} keeps what the prefix cache evicts, and FOREBAY_PREFIX_CACHE is off: set one of them otherwise"
-        )
-    if wanted < block_bytes:
-        raise SettingsError(f"FOREBAY_HOST_MEMORY={wanted} is less than a cache block of {block_bytes} bytes: set more, or 0")
-    if wanted > available:
-        raise SettingsError(f"FOREBAY_HOST_MEMORY={wanted} is more than the {available} bytes that this host has left: lower it")
-    return wanted // block_bytes
-
-
-def fingerprint(config: EngineConfig, model: ModelConfig) -> str:
-    """Names what equal token ids depend on besides the weights' version: level, cache format, runner."""
-    if compiled := backend.kernels(config, model):
-        runner = compiled.name
-    else:
-        on_cpu = config.device == "cpu"
-        device = "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if on_cpu else torch.cuda.get_device_name(config.device)
-        runner = f"torch-{torch.__version__.partition('+')[0]}-{device}".replace(" ", "-")
-    # Under the rejection rule the drafts decide, too.
-    rule = f"/{config.verification}" if config.speculation and config.verification is Verification.REJECTION else ""
-    return f"{config.level}/kv-{config.cache_format}/{runner}{rule}"
-
-
-def _level(config: EngineConfig, path: Path, model: ModelConfig) -> str:
-    """What `auto` means: the file's own level with kernels. torch has none for integers, and would hold them in fp32 and round each row."""
-    if backend.kernels(replace(config, level="fp32"), model) is not None:
-        return suggested_level(path)
-    return "fp32" if config.device == "cpu" else "bf16"
-
-
-def _draft_level(settings: WorkerSettings, config: EngineConfig) -> str | None:
-    """None: no second copy. SettingsError where it would be of no use."""
-    if settings.draft_level == "none":
-        return None
-    if config.speculation == 0:
-        raise SettingsError(f"FOREBAY_DRAFT_LEVEL={settings.draft_level} drafts, and FOREBAY_SPECULATION is 0: set one of them otherwise")
-    if LEVELS.index(settings.draft_level) <= LEVELS.index(config.level):
-        raise SettingsError(f"FOREBAY_DRAFT_LEVEL={settings.draft_level} must have fewer bits than the weights, which are {config.level}")
-    return settings.draft_level
-
-
-def _load_into(loaded: "Future[tuple[Engine, Served]]", settings: WorkerSettings) -> None:
-    try:
-        loaded.set_result(_load(settings))
+        loaded.set_result(_load_all(settings))
     except BaseException as error:  # whoever waits for the future decides what it means
         loaded.set_exception(error)
 
 
-def _load(settings: WorkerSettings) -> tuple[Engine, Served]:
-    path = settings.model_path
-    if not path.exists():
-        raise FileNotFoundError(f"FOREBAY_MODEL={settings.model}: there is no file or folder {path}")
+def _load_all(settings: WorkerSettings) -> Loaded:
+    each = settings.by_model(has_cache=lambda path: not (path.exists() and is_encoder(path)))
+    if not each or len({one.model_name for one in each}) < len(each):
+        raise SettingsError(f"FOREBAY_MODEL={settings.model} must name one model at least, and each by another name: PATH=NAME,PATH=NAME")
     _check_device(settings.device)
-    model = read_config(path)
-    config = engine_config(settings, model)
+    for one in each:
+        if not one.model_path.exists():
+            raise FileNotFoundError(f"FOREBAY_MODEL={one.model}: there is no file or folder {one.model_path}")
+    encoders = [one for one in each if is_encoder(one.model_path)]
+    models = {one.model_name: (one, read_config(one.model_path)) for one in each if one not in encoders}
+    loaded = _load_generating(settings, models)
+    return Loaded([*loaded.models, *map(_load_encoder, encoders)], loaded.arena, loaded.weights)
+
+
+def _load_generating(settings: WorkerSettings, models: Mapping[str, tuple[WorkerSettings, ModelConfig]]) -> Loaded:
+    if not models:
+        return Loaded([])
+    if len(models) == 1:
+        [(one, model)] = models.values()
+        engine, served = _load(one, model, engine_config(one, model))
+        if settings.device_memory is not None:
+            _check_alone(weights_budget(settings, [(engine.config, model)]), engine)
+        return Loaded([(engine, served)])
+    if settings.device_memory is not None and settings.draft_level != "none":
+        raise SettingsError(
+            "FOREBAY_DRAFT_LEVEL is a second copy of the weights, which FOREBAY_DEVICE_MEMORY doesn't move: leave one of them out"
+        )
+    shared = shared_configs(settings, models)
+    loaded: list[tuple[Engine, Served]] = []
+    decoders: dict[str, Movable] = {}
+    for name in models:
+        engine, served = _load_or_fail(*models[name], shared.configs[name], (shared.pools[name], shared.pages))
+        loaded.append((engine, served))
+        if settings.device_memory is not None and (decoder := decoder_of(engine)) is not None:
+            decoders[served.model] = decoder
+            decoder.move(None)  # the next one may need the room
+    if settings.device_memory is None:
+        return Loaded(loaded, shared.arena)
+    budget = weights_budget(settings, [(engine.config, model) for (engine, _), (_, model) in zip(loaded, models.values(), strict=True)])
+    return Loaded(loaded, shared.arena, _turns(settings, dict(zip(models, loaded, strict=True)), decoders, budget))
+
+
+def _check_alone(budget: int, engine: Engine) -> None:
+    """A lone model's weights stay where they are; what torch holds isn't counted."""
+    model = engine.runner.model if isinstance(engine.runner, ModelRunner) else None
+    if isinstance(model, NativeDecoder) and (num_bytes := len(model.weights)) > budget:
+        raise SettingsError(f"FOREBAY_DEVICE_MEMORY has {budget} bytes for the model's weights; its weights take {num_bytes}: raise it")
+
+
+def _load_or_fail(
+    settings: WorkerSettings, model: ModelConfig, config: EngineConfig, shared: tuple[ModelPool, Tensor]
+) -> tuple[Engine, Served]:
+    """A damaged file among several models fails its own requests, with the reason."""
+    try:
+        return _load(settings, model, config, shared)
+    except ModelFileError as error:
+        _logger.error("not_loaded", model=settings.model_name, why=str(error))
+        failed = Engine(
+            FailedRunner(settings.model_name, str(error)),
+            config,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            max_model_len=min(config.max_model_len or model.max_position, model.max_position),
+            pool=shared[0],
+        )
+        return failed, _served(settings, model, failed)
+
+
+def decoder_of(engine: Engine) -> Movable | None:
+    """The engine's weights, which can move from now on. None: it has none."""
+    model = engine.runner.model if isinstance(engine.runner, ModelRunner) else None
+    if isinstance(model, Decoder):
+        return MovingWeights(model)
+    return model if isinstance(model, NativeDecoder) else None
+
+
+def _turns(settings: WorkerSettings, loaded: dict[str, tuple[Engine, Served]], decoders: dict[str, Movable], budget: int) -> Weights:
+    """Weights in host memory, in turn on the device. SettingsError: pins of nobody, or none that fits."""
+    if unknown := set(listed(settings.pinned_models)) - loaded.keys():
+        raise SettingsError(f"FOREBAY_PINNED_MODELS names {min(unknown)}, which FOREBAY_MODEL doesn't: it has {', '.join(loaded)}")
+    pinned = [loaded[name][1].model for name in listed(settings.pinned_models)]
+    weights = Weights(budget, decoders, pinned, settings.device)
+    for engine, served in loaded.values():
+        if (reason := weights.failures.get(served.model)) is not None:
+            _logger.error("not_loaded", model=served.model, why=reason)
+            engine.runner = FailedRunner(served.model, reason)
+    if len(weights.failures) == len(decoders):
+        raise SettingsError(
+            f"FOREBAY_DEVICE_MEMORY={int(settings.device_memory or 0)}: {next(iter(weights.failures.values()), 'no model')}"
+        )
+    return weights
+
+
+def _load(
+    settings: WorkerSettings, model: ModelConfig, config: EngineConfig, shared: tuple[ModelPool, Tensor] | None = None
+) -> tuple[Engine, Served]:
+    path = settings.model_path
     started = time.monotonic()
-    engine = Engine.from_path(path, config, progress=Progress())
-    served = Served(
+    engine = Engine.from_path(path, config, Progress(), shared)
+    served = _served(settings, model, engine)
+    _logger.info(
+        "loaded", model=served.model, version=served.version, num_blocks=config.num_blocks, seconds=round(time.monotonic() - started, 2)
+    )
+    return engine, served
+
+
+def _served(settings: WorkerSettings, model: ModelConfig, engine: Engine) -> Served:
+    config = engine.config
+    return Served(
         model=f"{settings.model_name}@{config.level}",
         version=engine.model_version,
         fingerprint=fingerprint(config, model),
@@ -162,12 +186,34 @@ def _load(settings: WorkerSettings) -> tuple[Engine, Served]:
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         max_model_len=min(engine.max_model_len, config.num_blocks * config.block_size),
-        compiler=_compiler(path, engine.vocab_size, model.eos_token_ids),
+        compiler=_compiler(settings.model_path, engine.vocab_size, model.eos_token_ids),
     )
-    _logger.info(
-        "loaded", model=served.model, version=served.version, num_blocks=config.num_blocks, seconds=round(time.monotonic() - started, 2)
+
+
+def _load_encoder(settings: WorkerSettings) -> tuple[Encoder, Served]:
+    """In fp32, whatever the level of the models beside it."""
+    started = time.monotonic()
+    encoder = Encoder.from_path(
+        settings.model_path,
+        device=settings.device,
+        max_step_tokens=settings.max_step_tokens,
+        num_threads=settings.num_threads,
+        progress=Progress(),
     )
-    return engine, served
+    shape = encoder.config
+    served = Served(
+        model=f"{settings.model_name}@fp32",
+        version=encoder.model_version,
+        fingerprint=f"fp32/{torch_runner(settings.device)}",
+        vocab_size=shape.vocab_size,
+        block_size=MAX_INPUTS * shape.max_input_len,
+        num_blocks=NO_CACHE_BLOCKS,
+        max_model_len=shape.max_input_len,
+        dimensions=shape.hidden_size,
+        max_call_tokens=MAX_INPUTS * shape.max_input_len,
+    )
+    _logger.info("loaded", model=served.model, version=served.version, seconds=round(time.monotonic() - started, 2))
+    return encoder, served
 
 
 def _compiler(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Compiler | None:

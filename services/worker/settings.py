@@ -1,7 +1,8 @@
 """What a worker reads from its environment. Read once, in __main__."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import ByteSize, Field, StringConstraints
 
@@ -10,9 +11,11 @@ from services.worker.engine.config import Verification
 
 
 class WorkerSettings(ServiceSettings):
-    """One device, one model. A field `x_y` is the variable FOREBAY_X_Y."""
+    """One device. A field `x_y` is the variable FOREBAY_X_Y."""
 
-    model: Annotated[str, StringConstraints(min_length=1)] = Field(description="PATH[=NAME]: a GGUF file or a Hugging Face folder")
+    model: Annotated[str, StringConstraints(min_length=1)] = Field(
+        description="PATH[=NAME][,PATH[=NAME]...]: GGUF files or Hugging Face folders, which share the device"
+    )
     schedulers: HostPorts = Field("", description="host:port of every scheduler, separated by commas; the worker attaches to all of them")
     listen_address: HostPort = Field("127.0.0.1:0", description="host:port of WorkerService; port 0: any")
     advertised_address: HostPort | None = Field(
@@ -20,7 +23,12 @@ class WorkerSettings(ServiceSettings):
     )
     worker_id: str = Field("", max_length=128, description="stable name of this worker; default: host name and port")
     node_id: str = Field("", max_length=128, description="name of the host, for GetFleet; default: the host name")
-    region: str = Field("", max_length=64, description="label for GetFleet")
+    region: str = Field("", max_length=64, description="label of where it is: requests from gateways of other regions cost their distance")
+    memory_bytes_per_second: float | None = Field(None, gt=0, description="bandwidth of the device's memory; default: what NVML tells")
+    flops: float | None = Field(None, gt=0, description="declared 16-bit floating-point operations per second, for operators")
+    slowdown_celsius: float | None = Field(
+        None, gt=0, le=200, description="from here on the device slows itself down; default: what NVML tells, else 83"
+    )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu or cuda:N")
     level: str = Field(
         "auto",
@@ -53,6 +61,13 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="host memory for blocks that the prefix cache evicts, such as 8GiB; beside a CPU's cache, more kv_memory is better",
     )
+    device_memory: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="of the device, for weights, cache and workspace of all models, such as 24GB; models take turns where their weights "
+        "don't fit at once; default: all stay",
+    )
+    pinned_models: str = Field("", description="names of models that never give way to others in device_memory, separated by commas")
     preemption: bool = Field(True, description="whether a request may take room that less urgent ones hold")
     swap_memory: ByteSize = Field(
         ByteSize(128_000_000),
@@ -64,14 +79,22 @@ class WorkerSettings(ServiceSettings):
     )
     drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, how long running requests may go on")
 
+    def by_model(self, has_cache: Callable[[Path], bool] = lambda _: True) -> list[Self]:
+        """The settings of each model by itself, with an equal part of the memory for each that has a cache."""
+        entries = [entry.strip() for entry in self.model.split(",") if entry.strip()]
+        each = [self.model_copy(update={"model": entry}) for entry in entries]
+        num_caches = sum(has_cache(one.model_path) for one in each)
+        parts = {name: ByteSize(getattr(self, name) // max(1, num_caches)) for name in ("kv_memory", "host_memory", "swap_memory")}
+        return [one.model_copy(update=parts) for one in each]
+
     @property
     def model_path(self) -> Path:
-        """The path part of `model`."""
+        """The path part of `model`, where that is one."""
         return Path(self.model.rpartition("=")[0] or self.model)
 
     @property
     def model_name(self) -> str:
-        """The chosen name, or the file's own, without the level."""
+        """The chosen name, or the file's own, without the level, where `model` is one."""
         path, _, name = self.model.rpartition("=")
         return name if path else self.model_path.name.removesuffix(".gguf").lower()
 

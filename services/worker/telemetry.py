@@ -2,6 +2,7 @@
 
 import platform
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ _logger = log.get(__name__)
 
 CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 """Names under which Linux reports processors, best first."""
+SLOPE_READINGS = 8
+"""Readings over which a temperature's slope is told: sensors are coarse."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Telemetry:
     memory_busy_percent: float | None = None  # of the time: its memory was read or written
     sm_clock_mhz: float | None = None
     memory_clock_mhz: float | None = None
+    memory_bytes_per_second: float | None = None  # at most
+    slowdown_celsius: float | None = None  # from here on it slows itself down
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Sensors:
         self._clock = clock
         self._read_at = self._clock()
         self._reading = Telemetry(0, 0)
+        self._temperatures: deque[tuple[float, float]] = deque(maxlen=SLOPE_READINGS)
         self._failed = False
         self._take_reading()
 
@@ -63,6 +69,14 @@ class Sensors:
             self._take_reading()
         return self._reading
 
+    @property
+    def celsius_per_second(self) -> float | None:
+        """How fast it has warmed over the last readings; None while there are too few."""
+        if len(self._temperatures) < 2:
+            return None
+        (began, first), (ended, last) = self._temperatures[0], self._temperatures[-1]
+        return (last - first) / (ended - began)
+
     def _take_reading(self) -> None:
         """A driver that fails costs the figures and no heartbeat: memory stays as it was last, the rest is absent."""
         try:
@@ -72,6 +86,8 @@ class Sensors:
                 _logger.warning("no_telemetry", why=str(error)[:200])
             self._failed = True
             self._reading = Telemetry(self._reading.memory_used_bytes, self._reading.memory_total_bytes)
+        if self._reading.temperature_celsius is not None:
+            self._temperatures.append((self._read_at, self._reading.temperature_celsius))
 
 
 def device_name(device: str) -> str:

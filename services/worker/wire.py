@@ -2,7 +2,7 @@
 the engine for all.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,7 +37,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class Served:
-    """The model of this worker, as requests see it."""
+    """A model of this worker, as requests see it."""
 
     model: str  # "name@level"
     version: str
@@ -47,21 +47,27 @@ class Served:
     num_blocks: int
     max_model_len: int
     compiler: Compiler | None = None  # None: the model's files have no tokenizer that grammars could be compiled for
+    dimensions: int = 0  # of the vectors that it makes of inputs; 0: it generates
+    max_call_tokens: int = 0  # of all inputs of a call, where it has several; 0: max_model_len
 
 
-def check_target(request: worker_pb2.WorkerServiceGenerateRequest, served: Served, incarnation: str) -> None:
-    """Refuses what is meant for another worker, model or version."""
+def target(
+    request: worker_pb2.WorkerServiceGenerateRequest | worker_pb2.WorkerServiceEmbedRequest, models: Mapping[str, Served], incarnation: str
+) -> Served:
+    """The model that is meant. StatusError for another worker, model or version, or a model that does something else."""
     if request.incarnation != incarnation:
         raise StatusError(
             Code.FAILED_PRECONDITION, "the lease is for an earlier start of this worker; place again", reason="STALE_INCARNATION"
         )
-    if request.model != served.model:
-        raise StatusError(
-            Code.NOT_FOUND, f"model {request.model!r} isn't here; this worker serves {served.model!r}", reason="MODEL_NOT_FOUND"
-        )
+    if (served := models.get(request.model)) is None:
+        here = ", ".join(map(repr, models))
+        raise StatusError(Code.NOT_FOUND, f"model {request.model!r} isn't here; this worker serves {here}", reason="MODEL_NOT_FOUND")
     if request.model_version != served.version:
         message = f"version {request.model_version!r} of {served.model!r} isn't here; this worker has {served.version!r}"
         raise StatusError(Code.FAILED_PRECONDITION, message, reason="MODEL_VERSION")
+    if isinstance(request, worker_pb2.WorkerServiceEmbedRequest) != bool(served.dimensions):
+        raise invalid("model", f"{served.model!r} {'makes vectors: use Embed' if served.dimensions else 'generates tokens: use Generate'}")
+    return served
 
 
 def to_engine(request: worker_pb2.WorkerServiceGenerateRequest, served: Served, grammar: Grammar | None = None) -> EngineRequest:
@@ -94,6 +100,7 @@ def to_engine(request: worker_pb2.WorkerServiceGenerateRequest, served: Served, 
         tpot_target_seconds=_within("tpot_target_seconds", request.tpot_target_seconds, 0, MAX_SECONDS),
         waited_seconds=_within("waited_seconds", request.waited_seconds, 0, MAX_SECONDS),
         suspect_tokens=max(map(len, delivered), default=0) + SUSPECT_TOKENS if request.suspect else 0,
+        model=served.model,
     )
 
 
@@ -123,6 +130,12 @@ def append(delta: worker_pb2.TokenDelta, output: TokenOutput) -> None:
     if output.finish_reason is not None:
         delta.finish_reason = FINISH_REASONS[output.finish_reason]
         delta.grammar_complete = output.finish_reason is FinishReason.COMPLETE
+
+
+def step_time_model(line: tuple[float, float, float, float]) -> scheduler_pb2.StepTimeModel:
+    """For heartbeats; see StepTime.line."""
+    fixed, per_token, per_row, per_key = line
+    return scheduler_pb2.StepTimeModel(fixed_seconds=fixed, token_seconds=per_token, row_seconds=per_row, key_seconds=per_key)
 
 
 def size(output: TokenOutput) -> int:

@@ -1,10 +1,10 @@
-"""A worker put together: engine thread, leases, gRPC service, schedulers, internal port; and its way up and down."""
+"""A worker put together: engines and their thread, leases, gRPC service, schedulers, internal port; and its way up and down."""
 
 import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -16,20 +16,25 @@ from services.common.callers import Callers
 from services.common.errors import Code, StatusError, unavailable
 from services.common.process import InternalHttp
 from services.common.tls import Identity
-from services.worker.engine.engine import Engine
+from services.worker.engine.config import EngineConfig
+from services.worker.engine.encoder import Encoder
+from services.worker.engine.engine import Engine, EngineStats
 from services.worker.engine_loop import EngineLoop, Turn
 from services.worker.flight_record import InFlight
 from services.worker.leases import MAX_WAITING, Leases
-from services.worker.metrics import Metrics
+from services.worker.metrics import WorkerMetrics
 from services.worker.node import Beat, Node
 from services.worker.outbox import Pace
 from services.worker.server import CALLERS, WorkerService
 from services.worker.settings import WorkerSettings
+from services.worker.sharing.arena import Arena
+from services.worker.sharing.device import SharedDevice
+from services.worker.sharing.weights import Weights
 from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
 from services.worker.watchdog import Pauses
-from services.worker.wire import Served, in_flight
+from services.worker.wire import Served, in_flight, step_time_model
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
@@ -43,12 +48,11 @@ class EngineFailed(Exception):
 
 
 class Worker:
-    """One engine in service. start, until, drain, stop: in this order, each once."""
+    """One device in service. start, until, drain, stop: in this order, each once."""
 
     def __init__(
         self,
-        engine: Engine,
-        served: Served,
+        models: Sequence[tuple[Engine | Encoder, Served]],
         settings: WorkerSettings,
         *,
         pace: Pace | None = None,
@@ -56,31 +60,29 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
         identity: Identity | None = None,
         died_with: Sequence[InFlight] = (),
+        arena: Arena | None = None,
+        weights: Weights | None = None,
     ) -> None:
-        """`clock` times the engine's steps, and so tells when they hang. `died_with`: what the last start's last step held."""
+        """`clock` times the engines' steps, and so tells when they hang. `died_with`: what the last start's last step held."""
         self._died_with = died_with
         self._identity = identity
         self.incarnation = secrets.token_hex(8)
-        self._served = served
+        engines = {served.model: engine for engine, served in models}
+        tenants = {model: engine for model, engine in engines.items() if isinstance(engine, Engine)}
+        self._models = {served.model: served for _, served in models}
+        self._max_step_tokens = max((engine.config.max_step_tokens for engine in tenants.values()), default=settings.max_step_tokens)
         self._settings = settings
+        self._weights = weights
         registry = CollectorRegistry()
-        throughput = Throughput(num_blocks=served.num_blocks, block_size=served.block_size, max_sequences=settings.max_sequences)
-        self._metrics = Metrics(registry, model_name=served.model, max_model_len=served.max_model_len, throughput=throughput)
-        self.loop = EngineLoop(engine, clock=clock, observe=self._observe)
+        self._metrics = _metrics(registry, self._models.values(), settings)
+        self.loop = EngineLoop(SharedDevice(engines, arena, tenants, weights), clock=clock, observe=self._observe)
         self.leases = Leases(
-            self.loop, served, self._metrics, max_sequences=settings.max_sequences, preemption=settings.preemption, pace=pace
+            self.loop, self._metrics.models, max_sequences=settings.max_sequences, preemption=settings.preemption, pace=pace
         )
-        self._service = WorkerService(self.leases, served, self.incarnation, pace=pace)
+        self._service = WorkerService(self.leases, self._models, self.incarnation, pace=pace)
         self._sensors = Sensors(settings.device)
-        self._metrics.watch(lambda: self.loop.last_turn.stats, lambda: self.loop.num_stale_outputs, self._sensors)
-        self._metrics.describe_cache(
-            block_size=served.block_size,
-            cache_dtype=engine.config.cache_format,
-            enable_prefix_caching=settings.prefix_cache,
-            kv_cache_size_tokens=served.num_blocks * served.block_size,
-            num_cpu_blocks=engine.config.host_blocks,
-            num_gpu_blocks=served.num_blocks,
-        )
+        self._metrics.watch(lambda: self.loop.last_turn.stats, lambda: self.loop.num_stale_outputs, self._sensors, weights)
+        self._metrics.describe_caches([_cache_facts(engine.config, served) for engine, served in models if isinstance(engine, Engine)])
         self._server = rpc.server([Callers(CALLERS)] if identity else [])
         self._internal = InternalHttp(settings.internal_address, registry, self.why_not_ready, sound=self._why_not_sound)
         self._beat = beat
@@ -174,13 +176,13 @@ class Worker:
 
     def heartbeat(self) -> scheduler_pb2.Heartbeat:
         """The worker as it is now."""
-        stats, reading = self.loop.last_turn.stats, self._sensors.read()
+        stats, reading = self.loop.last_turn.stats.values(), self._sensors.read()
         return scheduler_pb2.Heartbeat(
             leases=self.leases.progress(),
-            num_used_blocks=stats.num_used_blocks,
-            num_cached_blocks=stats.num_cached_blocks,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
+            num_used_blocks=sum(s.num_used_blocks for s in stats),
+            num_cached_blocks=sum(s.num_cached_blocks for s in stats),
+            num_running=sum(s.num_running for s in stats),
+            num_waiting=sum(s.num_waiting for s in stats),
             utilization=self.loop.utilization,
             step_seconds=self.loop.step_seconds,
             tokens_per_second=self.loop.tokens_per_second,
@@ -192,40 +194,49 @@ class Worker:
             drained=self._drained,
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),
-            loaded_models=[self._served.model],
+            loaded_models=self._loaded_models,
+            step_time=_slowest(s for s in stats if isinstance(s, EngineStats)),
+            num_prefill_tokens=sum(s.num_prefill_tokens for s in stats if isinstance(s, EngineStats)),
+            celsius_per_second=self._sensors.celsius_per_second,
         )
 
+    @property
+    def _loaded_models(self) -> list[str]:
+        """Those that can step at once."""
+        return list(self._models) if self._weights is None else self._weights.on_device(self._models)
+
     def _register(self) -> scheduler_pb2.Register:
-        settings, served = self._settings, self._served
-        model = scheduler_pb2.WorkerModel(
-            model=served.model,
-            version=served.version,
-            block_size=served.block_size,
-            num_blocks=served.num_blocks,
-            max_model_len=served.max_model_len,
-            loaded=True,
-            fingerprint=served.fingerprint,
-        )
+        settings, reading = self._settings, self._sensors.read()
         return scheduler_pb2.Register(
             worker_id=settings.worker_id or f"{socket.gethostname()}-{split(self.address)[1]}",
             incarnation=self.incarnation,
             address=settings.advertised_address or reachable(self.address, socket.gethostname()),
             node_id=settings.node_id or socket.gethostname(),
             device=device_name(settings.device),
-            models=[model],
+            models=map(_told, self._models.values()),
             max_sequences=settings.max_sequences,
             max_waiting=MAX_WAITING,
             region=settings.region,
             died_with=[in_flight(entry) for entry in self._died_with],
+            max_step_tokens=self._max_step_tokens,
+            capacity=scheduler_pb2.Capacity(
+                memory_bytes=reading.memory_total_bytes,
+                memory_bytes_per_second=settings.memory_bytes_per_second or reading.memory_bytes_per_second,
+                flops=settings.flops,
+                slowdown_celsius=settings.slowdown_celsius or reading.slowdown_celsius,
+            ),
         )
 
     def _observe(self, turn: Turn) -> None:
+        for model in {step.model for step in turn.steps}:
+            steps = [step for step in turn.steps if step.model == model]
+            self._metrics.models[model].observe_steps([step.num_tokens for step in steps], sum(step.seconds for step in steps))
         if turn.steps:
-            self._metrics.observe_steps([step.num_tokens for step in turn.steps], sum(step.seconds for step in turn.steps))
             self._step_spans.observe(turn.steps, self.leases.spans(output.request_id for output in turn.outputs))
-        if turn.stats.num_used_blocks < self._num_used_blocks:
+        num_used_blocks = sum(stats.num_used_blocks for stats in turn.stats.values())
+        if num_used_blocks < self._num_used_blocks:
             self.node.nudge()
-        self._num_used_blocks = turn.stats.num_used_blocks
+        self._num_used_blocks = num_used_blocks
 
     def _why_not_sound(self) -> str | None:
         if self.loop.failed.done():
@@ -244,7 +255,7 @@ class Worker:
             healthy = self.loop.healthy
             if healthy != told:
                 told = healthy
-                self._metrics.healthy.set(healthy)
+                self._metrics.tell_healthy(healthy)
                 await rpc.set_health(self._health, serving=healthy and not self.leases.draining, service_names=[SERVICE_NAME])
                 self.node.nudge()
             if not healthy:
@@ -252,3 +263,42 @@ class Worker:
             if self.loop.lost:
                 raise EngineFailed(f"the step loop has made no progress for {self.loop.stalled_seconds:.0f} s")
             await asyncio.sleep(WATCH_SECONDS)
+
+
+def _metrics(registry: CollectorRegistry, models: Collection[Served], settings: WorkerSettings) -> WorkerMetrics:
+    throughputs = {
+        served.model: Throughput(num_blocks=served.num_blocks, block_size=served.block_size, max_sequences=settings.max_sequences)
+        for served in models
+    }
+    return WorkerMetrics(registry, throughputs, max_model_len=max(served.max_model_len for served in models))
+
+
+def _slowest(stats: Iterable[EngineStats]) -> scheduler_pb2.StepTimeModel | None:
+    """The step times of the model that takes longest: a worker tells one for all that it serves."""
+    known = [s.step_time for s in stats if s.step_time is not None]
+    return step_time_model(max(known)) if known else None
+
+
+def _told(served: Served) -> scheduler_pb2.WorkerModel:
+    return scheduler_pb2.WorkerModel(
+        model=served.model,
+        version=served.version,
+        block_size=served.block_size,
+        num_blocks=served.num_blocks,
+        max_model_len=served.max_model_len,
+        loaded=True,
+        fingerprint=served.fingerprint,
+        max_call_tokens=served.max_call_tokens,
+    )
+
+
+def _cache_facts(config: EngineConfig, served: Served) -> dict[str, object]:
+    """As vLLM names them."""
+    return {
+        "block_size": served.block_size,
+        "cache_dtype": config.cache_format,
+        "enable_prefix_caching": config.prefix_cache,
+        "kv_cache_size_tokens": served.num_blocks * served.block_size,
+        "num_cpu_blocks": config.host_blocks,
+        "num_gpu_blocks": served.num_blocks,
+    }

@@ -14,7 +14,7 @@ import pytest
 
 from services.cli.home import Home
 from services.common import semconv
-from services.scheduler.policy.decision import TERMS
+from services.scheduler.policy.routing import SECONDS
 from tests.e2e.mesh import Mesh, running, sdk, wait_until
 from tests.spans import Exported, Receiver
 
@@ -123,7 +123,7 @@ def test_one_trace_tells_a_request_from_the_call_to_its_tokens(mesh: Mesh, recei
     assert chat.attributes[semconv.GEN_AI_RESPONSE_FINISH_REASONS] == ["length"]
     assert chat.attributes[semconv.FOREBAY_NUM_PREEMPTIONS] == request.attributes[semconv.FOREBAY_NUM_PREEMPTIONS] == 1
     assert pick.attributes[semconv.FOREBAY_CANDIDATES] == [pick.attributes[semconv.FOREBAY_WORKER]]
-    assert [len(pick.attributes[f"{semconv.FOREBAY_COST}.{term}"]) for term in TERMS] == [1] * len(TERMS)
+    assert [len(pick.attributes[f"{semconv.FOREBAY_COST}.{term}"]) for term in SECONDS.terms] == [1] * len(SECONDS.terms)
     assert trace["queue internal"].links == [chat.span_id]
     assert 0 < trace["queue internal"].seconds < call.seconds
     order = ["admitted", "prefill", "first_token", "preempted_by_class", "swapped", "resumed", "prefill", "ended"]

@@ -180,7 +180,7 @@ class Candidate(_message.Message):
     """Whether the ticket went there."""
     refused: _builtins.str
     """Why it could not be chosen: "unserved" (another model or version), "too_small" (it could never hold the ticket), "excluded", "kept",
-    "share" or "room", see Decision.waited_for. Empty: it could.
+    "share" or "room", see Decision.waited_for; "suspended": it was in trouble lately, and others had room. Empty: it could.
     """
     @_builtins.property
     def cost(self) -> _containers.RepeatedCompositeFieldContainer[Global___CostTerm]:
@@ -213,10 +213,16 @@ class CostTerm(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"waiting": choices that would wait for a slot there. "preempted": share of its slots plus share of its blocks that lower classes would
-    lose. "prefill": tokens of the prompt that would have to be computed there, times the sequences that they would hold up, itself included;
-    0 unless the scheduler routes by prefix. "load": its slots in use over the sequences of one step, at most 1. "rivals": the same of this
-    class and more urgent ones, not bounded. "cache": share of its blocks in use.
+    """Which there are depends on FOREBAY_ROUTING. "waiting": choices that would wait for a slot there. "preempted": share of its slots plus
+    share of its blocks that lower classes would lose.
+    seconds: "tokens": tokens to compute there, others' before it included, times the sequences that they would hold up; only while the
+    step time of some candidate isn't known, else 0. "seconds": the sum of the next five. "queue_seconds": until what was sent there before
+    is computed. "prefill_seconds": for what of its prompt isn't cached there. "load_seconds": for its expected output.
+    "slowdown_seconds": what it makes the others there wait. "network_seconds": to the worker's region and back.
+    prefix: "prefill": tokens of its prompt to compute there times the sequences that they would hold up. Then as least_loaded: "load": its
+    slots in use over the sequences of one step, at most 1; "rivals": the same of this class and more urgent ones, not bounded; "cache":
+    share of its blocks in use. round_robin: "turn": number of the last placement there.
+    paper: "unhealthy": 1 for health below 0.2. "seconds": the sum of "latency_seconds" and "utilization_seconds".
     """
     value: _builtins.float
     """Its value."""

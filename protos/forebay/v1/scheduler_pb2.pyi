@@ -142,6 +142,7 @@ class Ticket(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     HASH_TOKENS_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Made by the gateway; unique for ever."""
     org: _builtins.str
@@ -164,6 +165,8 @@ class Ticket(_message.Message):
     """W3C trace context of the request."""
     hash_tokens: _builtins.int
     """Tokens that each block hash stands for, 1 .. 4096; 0 where there are none."""
+    region: _builtins.str
+    """Region label of the gateway that streams the answer. Empty: anywhere."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Names of the prompt's beginnings, each hash_tokens longer than the one before: chained hashes, salted by org and weights, 8 bytes each,
@@ -185,10 +188,11 @@ class Ticket(_message.Message):
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         traceparent: _builtins.str = ...,
         hash_tokens: _builtins.int = ...,
+        region: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "deadline_seconds", b"deadline_seconds", "hash_tokens", b"hash_tokens", "latency_class", b"latency_class", "max_tokens", b"max_tokens", "model", b"model", "model_version", b"model_version", "n", b"n", "num_prompt_tokens", b"num_prompt_tokens", "org", b"org", "request_id", b"request_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "deadline_seconds", b"deadline_seconds", "hash_tokens", b"hash_tokens", "latency_class", b"latency_class", "max_tokens", b"max_tokens", "model", b"model", "model_version", b"model_version", "n", b"n", "num_prompt_tokens", b"num_prompt_tokens", "org", b"org", "region", b"region", "request_id", b"request_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -510,6 +514,8 @@ class Register(_message.Message):
     REGION_FIELD_NUMBER: _builtins.int
     MAX_WAITING_FIELD_NUMBER: _builtins.int
     DIED_WITH_FIELD_NUMBER: _builtins.int
+    MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker: one device, or one tensor-parallel group."""
     incarnation: _builtins.str
@@ -523,9 +529,11 @@ class Register(_message.Message):
     max_sequences: _builtins.int
     """Most sequences in one step."""
     region: _builtins.str
-    """Region label, for operators. May be empty."""
+    """Region label: what lies in another region than a ticket's gateway costs its distance. Empty: anywhere."""
     max_waiting: _builtins.int
     """Sequences that it takes beyond max_sequences, to wait for a slot there."""
+    max_step_tokens: _builtins.int
+    """Most tokens that one step computes; 0: not told."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerModel]:
         """What it serves."""
@@ -533,6 +541,10 @@ class Register(_message.Message):
     @_builtins.property
     def died_with(self) -> _containers.RepeatedCompositeFieldContainer[Global___InFlight]:
         """What was in the step during which this worker's last start died; empty where it died otherwise, or nothing is known."""
+
+    @_builtins.property
+    def capacity(self) -> Global___Capacity:
+        """What its operator or its driver declares of the device."""
 
     def __init__(
         self,
@@ -547,10 +559,12 @@ class Register(_message.Message):
         region: _builtins.str = ...,
         max_waiting: _builtins.int = ...,
         died_with: _abc.Iterable[Global___InFlight] | None = ...,
+        max_step_tokens: _builtins.int = ...,
+        capacity: Global___Capacity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "died_with", b"died_with", "incarnation", b"incarnation", "max_sequences", b"max_sequences", "max_waiting", b"max_waiting", "models", b"models", "node_id", b"node_id", "region", b"region", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity", b"capacity", "device", b"device", "died_with", b"died_with", "incarnation", b"incarnation", "max_sequences", b"max_sequences", "max_step_tokens", b"max_step_tokens", "max_waiting", b"max_waiting", "models", b"models", "node_id", b"node_id", "region", b"region", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -587,6 +601,55 @@ class InFlight(_message.Message):
 Global___InFlight: _TypeAlias = InFlight  # noqa: Y015
 
 @_typing.final
+class Capacity(_message.Message):
+    """What a device is said to have. Absent: not told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    FLOPS_FIELD_NUMBER: _builtins.int
+    SLOWDOWN_CELSIUS_FIELD_NUMBER: _builtins.int
+    memory_bytes: _builtins.int
+    """Bytes of memory."""
+    memory_bytes_per_second: _builtins.float
+    """Bytes per second that its memory moves at most."""
+    flops: _builtins.float
+    """16-bit floating-point operations per second at most."""
+    slowdown_celsius: _builtins.float
+    """Degrees Celsius from which it slows itself down."""
+    def __init__(
+        self,
+        *,
+        memory_bytes: _builtins.int | None = ...,
+        memory_bytes_per_second: _builtins.float | None = ...,
+        flops: _builtins.float | None = ...,
+        slowdown_celsius: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_flops", b"_flops", "_memory_bytes", b"_memory_bytes", "_memory_bytes_per_second", b"_memory_bytes_per_second", "_slowdown_celsius", b"_slowdown_celsius", "flops", b"flops", "memory_bytes", b"memory_bytes", "memory_bytes_per_second", b"memory_bytes_per_second", "slowdown_celsius", b"slowdown_celsius"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_flops", b"_flops", "_memory_bytes", b"_memory_bytes", "_memory_bytes_per_second", b"_memory_bytes_per_second", "_slowdown_celsius", b"_slowdown_celsius", "flops", b"flops", "memory_bytes", b"memory_bytes", "memory_bytes_per_second", b"memory_bytes_per_second", "slowdown_celsius", b"slowdown_celsius"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__flops: _TypeAlias = _typing.Literal["flops"]  # noqa: Y015
+    _WhichOneofArgType__flops: _TypeAlias = _typing.Literal["_flops", b"_flops"]  # noqa: Y015
+    _WhichOneofReturnType__memory_bytes: _TypeAlias = _typing.Literal["memory_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_bytes: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__memory_bytes_per_second: _TypeAlias = _typing.Literal["memory_bytes_per_second"]  # noqa: Y015
+    _WhichOneofArgType__memory_bytes_per_second: _TypeAlias = _typing.Literal["_memory_bytes_per_second", b"_memory_bytes_per_second"]  # noqa: Y015
+    _WhichOneofReturnType__slowdown_celsius: _TypeAlias = _typing.Literal["slowdown_celsius"]  # noqa: Y015
+    _WhichOneofArgType__slowdown_celsius: _TypeAlias = _typing.Literal["_slowdown_celsius", b"_slowdown_celsius"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__flops) -> _WhichOneofReturnType__flops | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bytes) -> _WhichOneofReturnType__memory_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bytes_per_second) -> _WhichOneofReturnType__memory_bytes_per_second | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slowdown_celsius) -> _WhichOneofReturnType__slowdown_celsius | None: ...
+
+Global___Capacity: _TypeAlias = Capacity  # noqa: Y015
+
+@_typing.final
 class WorkerModel(_message.Message):
     """A model on a worker."""
 
@@ -599,6 +662,7 @@ class WorkerModel(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MAX_CALL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """"name@level"."""
     version: _builtins.str
@@ -613,6 +677,8 @@ class WorkerModel(_message.Message):
     """Loaded and ready to run."""
     fingerprint: _builtins.str
     """Compared by clients: weights level, cache format and runner."""
+    max_call_tokens: _builtins.int
+    """Tokens of all inputs of a call, at most, where a call has several and no cache must hold them: vectors. 0: as max_model_len."""
     def __init__(
         self,
         *,
@@ -623,10 +689,11 @@ class WorkerModel(_message.Message):
         max_model_len: _builtins.int = ...,
         loaded: _builtins.bool = ...,
         fingerprint: _builtins.str = ...,
+        max_call_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "loaded", b"loaded", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "loaded", b"loaded", "max_call_tokens", b"max_call_tokens", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -656,6 +723,9 @@ class Heartbeat(_message.Message):
     CLASS_USAGE_FIELD_NUMBER: _builtins.int
     LOADED_MODELS_FIELD_NUMBER: _builtins.int
     DRAINED_FIELD_NUMBER: _builtins.int
+    STEP_TIME_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    CELSIUS_PER_SECOND_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Counts up from 1 in one incarnation."""
     num_used_blocks: _builtins.int
@@ -686,6 +756,12 @@ class Heartbeat(_message.Message):
     """False when the step loop has work and makes no progress."""
     drained: _builtins.bool
     """It is out of service by an operator's word, as Drain brought it."""
+    num_prefill_tokens: _builtins.int
+    """Tokens of its sequences, running or waiting, that are still to be computed before each can yield its next one; a sequence that
+    decodes counts none.
+    """
+    celsius_per_second: _builtins.float
+    """Degrees Celsius per second over the last readings, where the device has a sensor."""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseProgress]:
         """Every lease that it works on, with its progress. A lease not listed is not there."""
@@ -697,6 +773,10 @@ class Heartbeat(_message.Message):
     @_builtins.property
     def loaded_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"name@level" of every model that is ready to run."""
+
+    @_builtins.property
+    def step_time(self) -> Global___StepTimeModel:
+        """How long its steps take; absent while it has seen too few."""
 
     def __init__(
         self,
@@ -719,21 +799,64 @@ class Heartbeat(_message.Message):
         class_usage: _abc.Iterable[Global___ClassUsage] | None = ...,
         loaded_models: _abc.Iterable[_builtins.str] | None = ...,
         drained: _builtins.bool = ...,
+        step_time: Global___StepTimeModel | None = ...,
+        num_prefill_tokens: _builtins.int = ...,
+        celsius_per_second: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "power_watts", b"power_watts", "temperature_celsius", b"temperature_celsius"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_celsius_per_second", b"_celsius_per_second", "_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "celsius_per_second", b"celsius_per_second", "power_watts", b"power_watts", "step_time", b"step_time", "temperature_celsius", b"temperature_celsius"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "class_usage", b"class_usage", "drained", b"drained", "draining", b"draining", "healthy", b"healthy", "leases", b"leases", "loaded_models", b"loaded_models", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "num_cached_blocks", b"num_cached_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "power_watts", b"power_watts", "sequence_number", b"sequence_number", "step_seconds", b"step_seconds", "temperature_celsius", b"temperature_celsius", "tokens_per_second", b"tokens_per_second", "utilization", b"utilization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_celsius_per_second", b"_celsius_per_second", "_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "celsius_per_second", b"celsius_per_second", "class_usage", b"class_usage", "drained", b"drained", "draining", b"draining", "healthy", b"healthy", "leases", b"leases", "loaded_models", b"loaded_models", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "num_cached_blocks", b"num_cached_blocks", "num_prefill_tokens", b"num_prefill_tokens", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "power_watts", b"power_watts", "sequence_number", b"sequence_number", "step_seconds", b"step_seconds", "step_time", b"step_time", "temperature_celsius", b"temperature_celsius", "tokens_per_second", b"tokens_per_second", "utilization", b"utilization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__celsius_per_second: _TypeAlias = _typing.Literal["celsius_per_second"]  # noqa: Y015
+    _WhichOneofArgType__celsius_per_second: _TypeAlias = _typing.Literal["_celsius_per_second", b"_celsius_per_second"]  # noqa: Y015
     _WhichOneofReturnType__power_watts: _TypeAlias = _typing.Literal["power_watts"]  # noqa: Y015
     _WhichOneofArgType__power_watts: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts"]  # noqa: Y015
     _WhichOneofReturnType__temperature_celsius: _TypeAlias = _typing.Literal["temperature_celsius"]  # noqa: Y015
     _WhichOneofArgType__temperature_celsius: _TypeAlias = _typing.Literal["_temperature_celsius", b"_temperature_celsius"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__celsius_per_second) -> _WhichOneofReturnType__celsius_per_second | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__power_watts) -> _WhichOneofReturnType__power_watts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_celsius) -> _WhichOneofReturnType__temperature_celsius | None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class StepTimeModel(_message.Message):
+    """Seconds of a step, fitted to those that were: fixed + token x tokens + row x rows of logits + key x keys, which are the lengths of
+    the contexts that the step reads. None is negative.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIXED_SECONDS_FIELD_NUMBER: _builtins.int
+    TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    ROW_SECONDS_FIELD_NUMBER: _builtins.int
+    KEY_SECONDS_FIELD_NUMBER: _builtins.int
+    fixed_seconds: _builtins.float
+    """Whatever is in the step."""
+    token_seconds: _builtins.float
+    """Per token that is computed."""
+    row_seconds: _builtins.float
+    """Per token that is chosen."""
+    key_seconds: _builtins.float
+    """Per token of context that is read."""
+    def __init__(
+        self,
+        *,
+        fixed_seconds: _builtins.float = ...,
+        token_seconds: _builtins.float = ...,
+        row_seconds: _builtins.float = ...,
+        key_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fixed_seconds", b"fixed_seconds", "key_seconds", b"key_seconds", "row_seconds", b"row_seconds", "token_seconds", b"token_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTimeModel: _TypeAlias = StepTimeModel  # noqa: Y015
 
 @_typing.final
 class ClassUsage(_message.Message):

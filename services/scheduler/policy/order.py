@@ -8,8 +8,10 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from services.scheduler.policy.rules import Rules
+if TYPE_CHECKING:  # which names a routing, which names tickets
+    from services.scheduler.policy.rules import Rules
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Ticket:
     block_hashes: str = ""
     """Names of the prompt's beginnings, each `hash_tokens` longer than the one before; 16 hex digits each, joined."""
     hash_tokens: int = 0
+    region: str = ""
+    """Of its gateway; "": anywhere."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Order:
     recent: model -> tokens placed of it lately, by class 0 .. 3. Ends early when it is the turn of a ticket behind a cut.
     """
 
-    def __init__(self, fifos: Iterable[Fifo], rules: Rules, recent: Mapping[str, Sequence[float]] | None = None) -> None:
+    def __init__(self, fifos: Iterable[Fifo], rules: "Rules", recent: Mapping[str, Sequence[float]] | None = None) -> None:
         self._rules = rules
         self._lines: dict[tuple[str, int], _Line] = {}
         self._placed = False
@@ -149,7 +153,7 @@ class Order:
         return line.recent[line.latency_class] < self._rules.classes[line.latency_class].floor_share * sum(line.recent)
 
 
-def positions(fifos: Mapping[str, tuple[float, Sequence[tuple[str, int]]]], rules: Rules) -> dict[str, int]:
+def positions(fifos: Mapping[str, tuple[float, Sequence[tuple[str, int]]]], rules: "Rules") -> dict[str, int]:
     """Tickets ahead of each in one (model, class), from 0, as if all were of one size.
 
     `fifos`: org -> (tokens served, its (request id, order) in arrival order).

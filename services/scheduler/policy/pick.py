@@ -1,44 +1,29 @@
-"""Where a ticket runs: where it displaces least, then where least is left to compute, then the least loaded worker.
+"""Where a ticket runs: of the workers that have room for it, the one that costs least by the routing in force.
 
-Changes nothing but its own sketch of the fleet, and what it is given to remember.
+Changes nothing but its own sketch of the fleet, and the reasons why tickets wait. In a large fleet a few are looked at: some by chance, and
+those that have most of the prompt.
 """
 
 import heapq
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from services.policy.classes import BATCH, REALTIME
-from services.policy.org import OrgPolicy
 from services.scheduler.policy.decision import MAX_CANDIDATES, Candidate, Decision
-from services.scheduler.policy.order import Order, Ticket, Turn
-from services.scheduler.policy.prefix_index import PrefixIndex
+from services.scheduler.policy.fleet import Worker, could_hold, needs, room, serves, share_blocks
+from services.scheduler.policy.memory import Memory
+from services.scheduler.policy.order import Order, Ticket, Turn, expected_output
+from services.scheduler.policy.prefix_index import Prefix, PrefixIndex
+from services.scheduler.policy.routing import Cost, Offer, displaced
 from services.scheduler.policy.rules import Rules
 
+MAX_ALL = 16
+"""Workers of one model up to which all are looked at."""
+NUM_BEST_HOLDERS = 4
 
-@dataclass(frozen=True)
-class ServedModel:
-    """A model that a worker has loaded. Blocks are its cache blocks in all; they hold at least one sequence of `max_model_len`."""
-
-    version: str
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-
-
-@dataclass(frozen=True)
-class Worker:
-    """A worker that may be used, with its slots and blocks in use by class 0..3, and its blocks that leases of each org hold."""
-
-    worker_id: str
-    incarnation: str
-    address: str
-    max_sequences: int
-    max_slots: int
-    models: Mapping[str, ServedModel]
-    used_slots: tuple[int, ...] = (0, 0, 0, 0)
-    used_blocks: tuple[int, ...] = (0, 0, 0, 0)
-    org_blocks: Mapping[str, int] = field(default_factory=dict)
+Draw = Callable[[int], int]
+"""A number below the one given, each as likely: where chance comes from, so that this module has none of its own."""
 
 
 @dataclass(frozen=True)
@@ -51,59 +36,10 @@ class Placement:
     num_blocks: int
     max_blocks: int
     decision: Decision | None = None
-    prefill: float = 0.0
-    """Prompt tokens that the worker would have to compute, times the sequences that they would hold up; see explain.proto."""
-
-
-def blocks_for(block_size: int, num_prompt_tokens: int, num_output_tokens: int, n: int) -> int:
-    """Blocks for n choices of so many output tokens each; full blocks of the prompt are shared."""
-    shared = num_prompt_tokens // block_size
-    own = -(-(num_prompt_tokens % block_size + num_output_tokens) // block_size)
-    return shared + n * own
-
-
-def serves(worker: Worker, ticket: Ticket) -> ServedModel | None:
-    """The model that the ticket names, if this worker has it in that version. A ticket without a version takes any."""
-    model = worker.models.get(ticket.model)
-    if model is None or (ticket.model_version and model.version != ticket.model_version):
-        return None
-    return model
-
-
-def share_blocks(num_blocks: int, org: OrgPolicy) -> int:
-    """Blocks of a worker that one org's leases may hold."""
-    return max(1, int(num_blocks * org.kv_share))
-
-
-def longest(model: ServedModel, org: OrgPolicy) -> int:
-    """Longest sequence in tokens that the org may run there."""
-    return min(model.max_model_len, share_blocks(model.num_blocks, org) * model.block_size)
-
-
-def could_hold(worker: Worker, ticket: Ticket, org: OrgPolicy) -> bool:
-    """Whether this worker, empty, could run the ticket to its end: workers of one model may differ in context length and cache.
-
-    Choices that don't fit side by side run one after another, so one choice decides.
-    """
-    model = serves(worker, ticket)
-    return model is not None and ticket.num_prompt_tokens + ticket.max_tokens <= longest(model, org)
-
-
-def needs(ticket: Ticket, worker: Worker, model: ServedModel, rules: Rules) -> tuple[int, int]:
-    """(slots, blocks) to reserve. Never more than the whole worker has, or the org's share of it, so that what fits there is placeable."""
-    delivered = -(-ticket.num_delivered_tokens // ticket.n)
-    output = min(ticket.max_tokens, delivered + rules.output_estimate)
-    blocks = blocks_for(model.block_size, ticket.num_prompt_tokens, output, ticket.n)
-    return min(ticket.n, worker.max_sequences), min(blocks, share_blocks(model.num_blocks, rules.org(ticket.org)))
-
-
-def room(worker: Worker, model: ServedModel, latency_class: int, *, preemptible: bool) -> tuple[int, int]:
-    """(slots, blocks) that a class may take: what is free and, where engines preempt by class, what lower classes hold."""
-    last = latency_class if preemptible else BATCH
-    return worker.max_slots - sum(worker.used_slots[: last + 1]), model.num_blocks - sum(worker.used_blocks[: last + 1])
-
-
-_Cost = tuple[int, float, float, float, float, float, str]
+    num_new_tokens: int = 0
+    """Tokens of the prompt that the worker will have to compute, as far as is known."""
+    counts_on: str = "free"
+    """Room that is free, that lower classes hold (preempts), or none yet (waits)."""
 
 
 @dataclass
@@ -111,14 +47,25 @@ class _Sketch:
     """The fleet as it will be once the placements so far are committed."""
 
     workers: dict[str, Worker]
+    memory: Memory
+    now: float
+    draw: Draw | None
     kept: dict[str, int] = field(default_factory=dict)
     """Worker -> most urgent class that may not go there now, because a ticket of that class waits for its room: what comes
     behind may not take what room they gain, or a big ticket would wait for ever. More urgent classes may, as they preempt."""
     held_up: set[tuple[str, str, int]] = field(default_factory=set)
     """(org, model, class) with a ticket that waits for the org's own leases alone: so do the org's later ones."""
-    waited: MutableMapping[str, str] = field(default_factory=dict)
-    """Request id -> why it wasn't placed when it was looked at last."""
+    unindexed: list[Placement] = field(default_factory=list)
     index: PrefixIndex = field(default_factory=PrefixIndex)
+    """What this round's placements bring where they go, once somebody looks: most rounds have one."""
+    tokens: dict[str, float] = field(default_factory=dict)
+    """Incarnation -> tokens that they have to compute there."""
+    turns: dict[str, int] = field(default_factory=dict)
+    serving: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """(model, version) -> the workers that serve it."""
+
+    by_incarnation: dict[str, str] = field(default_factory=dict)
+    """Incarnation -> worker; filled when it is needed."""
 
     def is_open(self, worker: Worker, ticket: Ticket) -> bool:
         return ticket.latency_class < self.kept.get(worker.worker_id, BATCH + 1)
@@ -130,30 +77,61 @@ class _Sketch:
         latency_class = REALTIME if turn.first_of_all else turn.ticket.latency_class
         self.kept[worker.worker_id] = min(latency_class, self.kept.get(worker.worker_id, BATCH))
 
+    def servers(self, ticket: Ticket) -> list[str]:
+        name = ticket.model, ticket.model_version
+        if name not in self.serving:
+            model, version = name
+            served = ((worker_id, worker.models.get(model)) for worker_id, worker in self.workers.items())
+            self.serving[name] = [worker_id for worker_id, its in served if its is not None and (not version or its.version == version)]
+        return self.serving[name]
+
+    def look_up(self, ticket: Ticket) -> tuple[Prefix, Prefix]:
+        """Who has how much of its prompt by what was committed, and by what this round has planned."""
+        for p in self.unindexed:
+            self.index.sent(p.ticket, p.worker.incarnation, p.max_blocks * p.worker.models[p.ticket.model].block_size)
+        self.unindexed.clear()
+        return self.memory.index.look_up(ticket), self.index.look_up(ticket)
+
+    def worker_of(self, incarnation: str) -> str | None:
+        if not self.by_incarnation:
+            self.by_incarnation = {worker.incarnation: worker_id for worker_id, worker in self.workers.items()}
+        return self.by_incarnation.get(incarnation)
+
+    def planned(self, placement: Placement) -> None:
+        worker = placement.worker
+        self.workers[worker.worker_id] = _debit(placement)
+        self.unindexed.append(placement)
+        self.tokens[worker.incarnation] = self.tokens.get(worker.incarnation, 0.0) + placement.num_new_tokens
+        self.turns[worker.worker_id] = self.memory.num_placed + len(self.turns) + 1
+
 
 def plan(
     order: Order,
     workers: Iterable[Worker],
     rules: Rules,
-    waited: MutableMapping[str, str] | None = None,
-    index: PrefixIndex | None = None,
+    memory: Memory | None = None,
+    *,
+    now: float = 0.0,
+    draw: Draw | None = None,
 ) -> list[Placement]:
     """Placements for as many tickets as have room, in order. A ticket that has none keeps the worker closest to having it.
 
-    `waited`: request id -> why it wasn't placed the last time. `index`: what was sent where. Both are brought up to date.
+    `memory` is read, all but the reasons why tickets wait. `draw` None: all workers are looked at, however many there are.
     """
+    memory = Memory() if memory is None else memory
     fleet = {worker.worker_id: worker for worker in workers}
-    sketch = _Sketch(fleet, waited={} if waited is None else waited, index=PrefixIndex() if index is None else index)
+    sketch = _Sketch(fleet, memory, now, draw)
     placements = []
     for turn in order:
         if sketch.is_closed(REALTIME):
             break
         if sketch.is_closed(turn.ticket.latency_class):
-            sketch.waited.setdefault(turn.ticket.request_id, "kept")
+            memory.waited.setdefault(turn.ticket.request_id, "kept")
             continue
         placement = _place(turn, sketch, rules)
         if placement is not None:
             placements.append(placement)
+            sketch.planned(placement)
             order.placed()
     return placements
 
@@ -161,29 +139,103 @@ def plan(
 def _place(turn: Turn, sketch: _Sketch, rules: Rules) -> Placement | None:
     ticket = turn.ticket
     line = (ticket.org, ticket.model, ticket.latency_class)
-    reachable = _reachable(ticket, sketch, rules)
+    look = _Look(ticket, sketch, rules)
+    if line not in sketch.held_up and (offers := look.offers(look.some())):
+        return look.best(offers)
+    reachable = look.reachable(list(sketch.workers.values()))
     candidates = [w for w in reachable if sketch.is_open(w, ticket)]
     if line in sketch.held_up or not candidates:
-        sketch.waited[ticket.request_id] = _why_none(ticket, reachable, sketch, rules)
+        sketch.memory.waited[ticket.request_id] = _why_none(ticket, reachable, sketch, rules)
         return None
     allowed = [w for w in candidates if _is_within_share(ticket, w, rules)]
     if not allowed:
         sketch.held_up.add(line)
-        sketch.waited[ticket.request_id] = "share"
+        sketch.memory.waited[ticket.request_id] = "share"
         return None
-    found = sketch.index.found(ticket) if rules.routing == "prefix" else None
-    fits = [placement for w in allowed if (placement := _fit(ticket, w, rules, found)) is not None]
-    if not fits:
+    offers = look.offers(allowed)
+    if not offers:
         sketch.keep(max(allowed, key=lambda w: _spare(w, ticket, rules)), turn)
-        sketch.waited[ticket.request_id] = "room"
+        sketch.memory.waited[ticket.request_id] = "room"
         return None
-    least = heapq.nsmallest(MAX_CANDIDATES, ((_cost(p), p) for p in fits))  # costs end with names: no two are equal
-    best = replace(least[0][1], decision=_decision(ticket, least, {p.worker.worker_id for p in fits}, sketch, rules))
-    sketch.workers[best.worker.worker_id] = _debit(best)
-    if found is not None:
-        model = best.worker.models[ticket.model]
-        sketch.index.sent(ticket, best.worker.incarnation, model.num_blocks * model.block_size)
-    return best
+    return look.best(offers)
+
+
+class _Look:
+    """One ticket's look at the fleet."""
+
+    def __init__(self, ticket: Ticket, sketch: _Sketch, rules: Rules) -> None:
+        self._ticket = ticket
+        self._sketch = sketch
+        self._rules = rules
+        self._org = rules.org(ticket.org)
+        self._before, self._planned = sketch.look_up(ticket)
+
+    def some(self) -> list[Worker]:
+        """In a large fleet those that have most of the prompt and some by chance, MAX_ALL in all; else nobody: all are looked at then."""
+        names, draw = self._sketch.servers(self._ticket), self._sketch.draw
+        if draw is None or len(names) <= MAX_ALL:
+            return []
+        incarnations = {*self._before.holders(NUM_BEST_HOLDERS), *self._planned.holders(NUM_BEST_HOLDERS)}
+        chosen = dict.fromkeys(name for i in sorted(incarnations) if (name := self._sketch.worker_of(i)) is not None)
+        for _ in range(4 * MAX_ALL):  # some are drawn twice
+            if len(chosen) >= MAX_ALL:
+                break
+            chosen[names[draw(len(names))]] = None
+        reachable = self.reachable([self._sketch.workers[name] for name in chosen])
+        return [worker for worker in reachable if self._sketch.is_open(worker, self._ticket)]
+
+    def reachable(self, workers: list[Worker]) -> list[Worker]:
+        """Excluded workers are left out while there are others. Alone they are better than nothing, if they live on for a while."""
+        ticket = self._ticket
+        candidates = [w for w in workers if could_hold(w, ticket, self._org)]
+        reachable = [w for w in candidates if w.worker_id not in ticket.excluded_workers]
+        if not reachable and ticket.asked_seconds < self._rules.exclusion_seconds:
+            return []
+        return reachable or candidates
+
+    def offers(self, workers: Sequence[Worker]) -> list[Offer]:
+        """Of those that have room, of the suspended ones only where there are no others."""
+        offers = [offer for worker in workers if (offer := self._offer(worker)) is not None]
+        return [offer for offer in offers if not offer.worker.node.suspended] or offers
+
+    def _offer(self, worker: Worker) -> Offer | None:
+        ticket, rules, sketch, model = self._ticket, self._rules, self._sketch, worker.models[self._ticket.model]
+        slots, blocks = needs(ticket, worker, model, self._org, rules.output_estimate)
+        free_slots, free_blocks = room(worker, model, ticket.latency_class, preemptible=rules.preemptible)
+        share = share_blocks(model.num_blocks, self._org) - worker.org_blocks.get(ticket.org, 0)
+        if slots > free_slots or blocks > min(free_blocks, share):
+            return None
+        incarnation = worker.incarnation
+        return Offer(
+            ticket, worker, model, slots, blocks, expected_output(ticket, rules.output_estimate),
+            num_found_tokens=max(self._before.tokens(incarnation), self._planned.tokens(incarnation)),
+            backlog_tokens=sketch.memory.backlog.tokens(incarnation, sketch.now) + sketch.tokens.get(incarnation, 0.0),
+            distance_seconds=rules.distance(ticket.region, worker.node.region),
+            turn=max(sketch.memory.turns.get(worker.worker_id, 0), sketch.turns.get(worker.worker_id, 0)),
+        )  # fmt: skip
+
+    def best(self, offers: list[Offer]) -> Placement:
+        """The one that costs least, equals by name."""
+        costs = self._rules.routing.costs(offers)
+        ranked = ((cost, offer.worker.worker_id, offer) for cost, offer in zip(costs, offers, strict=True))
+        least = heapq.nsmallest(MAX_CANDIDATES, ranked)  # no two workers have one name: offers are never compared
+        _, _, best = least[0]
+        num_waiting, preempted = displaced(best)
+        return Placement(
+            self._ticket, best.worker, best.num_slots, best.num_blocks, best.model.num_blocks,
+            decision=self._decision([(cost, offer) for cost, _, offer in least], {offer.worker.worker_id for offer in offers}),
+            num_new_tokens=best.num_new_tokens,
+            counts_on="waits" if num_waiting else "preempts" if preempted else "free",
+        )  # fmt: skip
+
+    def _decision(self, least: list[tuple[Cost, Offer]], fitting: set[str]) -> Decision:
+        """Those of the least cost, then as many of the others as there is room for, with why they could not be chosen."""
+        ticket, sketch, rules = self._ticket, self._sketch, self._rules
+        others = islice((w for w in sketch.workers.values() if w.worker_id not in fitting), MAX_CANDIDATES - len(least))
+        refused = [Candidate(w.worker_id, refused=_refusal(ticket, w, sketch, rules)) for w in others]
+        candidates = [Candidate(offer.worker.worker_id, cost) for cost, offer in least] + refused
+        waited_for = sketch.memory.waited.get(ticket.request_id, "")
+        return Decision(len(sketch.workers), candidates, waited_for, terms=rules.routing.terms)
 
 
 def _why_none(ticket: Ticket, reachable: list[Worker], sketch: _Sketch, rules: Rules) -> str:
@@ -191,14 +243,6 @@ def _why_none(ticket: Ticket, reachable: list[Worker], sketch: _Sketch, rules: R
     if reachable:
         return "share" if (ticket.org, ticket.model, ticket.latency_class) in sketch.held_up else "kept"
     return "excluded" if any(could_hold(w, ticket, rules.org(ticket.org)) for w in sketch.workers.values()) else "unserved"
-
-
-def _decision(ticket: Ticket, least: list[tuple[_Cost, Placement]], fitting: set[str], sketch: _Sketch, rules: Rules) -> Decision:
-    """Those of the least cost, then as many of the others as there is room for, with why they could not be chosen."""
-    others = islice((w for w in sketch.workers.values() if w.worker_id not in fitting), MAX_CANDIDATES - len(least))
-    refused = [Candidate(w.worker_id, refused=_refusal(ticket, w, sketch, rules)) for w in others]
-    candidates = [Candidate(p.worker.worker_id, cost[:-1]) for cost, p in least] + refused
-    return Decision(len(sketch.workers), candidates, sketch.waited.pop(ticket.request_id, ""))
 
 
 def _refusal(ticket: Ticket, worker: Worker, sketch: _Sketch, rules: Rules) -> str:
@@ -211,62 +255,20 @@ def _refusal(ticket: Ticket, worker: Worker, sketch: _Sketch, rules: Rules) -> s
         return "excluded"
     if not sketch.is_open(worker, ticket):
         return "kept"
-    return "room" if _is_within_share(ticket, worker, rules) else "share"
-
-
-def _reachable(ticket: Ticket, sketch: _Sketch, rules: Rules) -> list[Worker]:
-    """Excluded workers are left out while there are others. Alone they are better than nothing, if they live on for a while."""
-    org = rules.org(ticket.org)
-    candidates = [w for w in sketch.workers.values() if could_hold(w, ticket, org)]
-    reachable = [w for w in candidates if w.worker_id not in ticket.excluded_workers]
-    if not reachable and ticket.asked_seconds < rules.exclusion_seconds:
-        return []
-    return reachable or candidates
+    if not _is_within_share(ticket, worker, rules):
+        return "share"
+    return "suspended" if worker.node.suspended else "room"
 
 
 def _is_within_share(ticket: Ticket, worker: Worker, rules: Rules) -> bool:
-    model = worker.models[ticket.model]
-    _, blocks = needs(ticket, worker, model, rules)
-    return worker.org_blocks.get(ticket.org, 0) + blocks <= share_blocks(model.num_blocks, rules.org(ticket.org))
-
-
-def _fit(ticket: Ticket, worker: Worker, rules: Rules, found: Mapping[str, int] | None) -> Placement | None:
-    """`found`: incarnation -> prompt tokens that it has; None where they don't count."""
-    model = worker.models[ticket.model]
-    slots, blocks = needs(ticket, worker, model, rules)
-    free_slots, free_blocks = room(worker, model, ticket.latency_class, preemptible=rules.preemptible)
-    if slots > free_slots or blocks > free_blocks:
-        return None
-    prefill = 0.0
-    if found is not None:
-        lacking = ticket.num_prompt_tokens + ticket.num_delivered_tokens - found.get(worker.incarnation, 0)
-        prefill = float(lacking * (min(sum(worker.used_slots), worker.max_sequences) + 1))
-    return Placement(ticket, worker, slots, blocks, model.num_blocks, prefill=prefill)
+    model, org = worker.models[ticket.model], rules.org(ticket.org)
+    _, blocks = needs(ticket, worker, model, org, rules.output_estimate)
+    return worker.org_blocks.get(ticket.org, 0) + blocks <= share_blocks(model.num_blocks, org)
 
 
 def _spare(worker: Worker, ticket: Ticket, rules: Rules) -> tuple[int, int, str]:
     slots, blocks = room(worker, worker.models[ticket.model], ticket.latency_class, preemptible=rules.preemptible)
     return blocks, slots, worker.worker_id
-
-
-def _cost(p: Placement) -> _Cost:
-    """What is to be least: choices that wait for a slot there, what is preempted, prefill, load, load of rivals, cache in use; the name."""
-    w, rivals = p.worker, slice(p.ticket.latency_class + 1)
-    num_waiting = max(0, sum(w.used_slots[rivals]) + p.num_slots - w.max_sequences)
-    preempted = _lacking(p.num_slots, sum(w.used_slots), w.max_sequences) + _lacking(p.num_blocks, sum(w.used_blocks), p.max_blocks)
-    load, rival_load = min(1.0, sum(w.used_slots) / w.max_sequences), sum(w.used_slots[rivals]) / w.max_sequences
-    return num_waiting, preempted, p.prefill, load, rival_load, sum(w.used_blocks) / p.max_blocks, w.worker_id
-
-
-def counts_on(p: Placement) -> str:
-    """What the placement counts on there: free, preempts (room that lower classes hold), waits (for a slot)."""
-    num_waiting, preempted, *_ = _cost(p)
-    return "waits" if num_waiting else "preempts" if preempted else "free"
-
-
-def _lacking(wanted: int, used: int, whole: int) -> float:
-    """Share of the whole that isn't free and would have to be taken from others."""
-    return min(wanted, max(0, used + wanted - whole)) / whole
 
 
 def _debit(placement: Placement) -> Worker:
@@ -275,23 +277,3 @@ def _debit(placement: Placement) -> Worker:
     blocks = tuple(used + (placement.num_blocks if c == ticket.latency_class else 0) for c, used in enumerate(worker.used_blocks))
     org_blocks = {**worker.org_blocks, ticket.org: worker.org_blocks.get(ticket.org, 0) + placement.num_blocks}
     return replace(worker, used_slots=slots, used_blocks=blocks, org_blocks=org_blocks)
-
-
-def impossible(ticket: Ticket, workers: Iterable[Worker], org: OrgPolicy) -> tuple[str, str] | None:
-    """(field, words) if no worker of the model could hold this ticket even when empty; None if one could, or none serves it."""
-    models = [model for worker in workers if (model := serves(worker, ticket)) is not None]
-    if not models:
-        return None
-    prompt, total = ticket.num_prompt_tokens, ticket.num_prompt_tokens + ticket.max_tokens
-    most = max(longest(model, org) for model in models)
-    limited = most < max(model.max_model_len for model in models)
-    takes = f"{ticket.model} takes at most {most}" + (f", the org's share ({org.kv_share:g}) of a worker's cache," if limited else "")
-    if prompt > most:
-        return "prompt", f"the prompt has {prompt} tokens; {takes}: shorten it"
-    if total > most:
-        return (
-            "max_tokens",
-            f"{prompt} prompt tokens + max_tokens {ticket.max_tokens} is {total}; {takes} in all: "
-            f"set max_tokens to at most {most - prompt} or shorten the prompt",
-        )
-    return None

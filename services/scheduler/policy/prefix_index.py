@@ -3,6 +3,10 @@
 A worker is known by its incarnation, so that a restarted one has nothing.
 """
 
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 from services.scheduler.policy.order import Ticket
 
 MAX_HOLDERS = 1024
@@ -11,24 +15,46 @@ DIGITS = 16
 """Of a block hash."""
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt's beginnings, looked up. Whoever has one has all that are shorter, so that a few looks find the longest."""
+
+    hashes: Sequence[str] = ()
+    hash_tokens: int = 0
+    _held: dict[str, dict[str, None]] = field(default_factory=dict)
+    _holders: dict[str, set[str]] = field(default_factory=dict)
+
+    def tokens(self, incarnation: str) -> int:
+        """Tokens of the prompt that it has."""
+        held = self._held.get(incarnation)
+        if not held or not self.hashes or self.hashes[0] not in held:
+            return 0
+        return self.hash_tokens * bisect_left(self.hashes, True, lo=1, key=lambda block_hash: block_hash not in held)
+
+    def holders(self, most: int) -> list[str]:
+        """As many incarnations that have much of it: those that have most first. They may have lost some of it, or have gone."""
+        found: dict[str, None] = {}
+        last = bisect_left(self.hashes, True, key=lambda block_hash: block_hash not in self._holders)
+        while last > 0 and len(found) < most:
+            for incarnation in sorted(self._holders[self.hashes[last - 1]] - found.keys())[: most - len(found)]:
+                found[incarnation] = None
+            # Halved, for who has a little less has as much as nothing else to offer.
+            last //= 2
+        return list(found)
+
+
 class PrefixIndex:
-    """Bounded by the caches of MAX_HOLDERS workers. Lookups cost the prompt's hashes, times the workers that hold each."""
+    """Bounded by the caches of MAX_HOLDERS workers."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[str, None]] = {}  # incarnation -> its hashes; both the least recently used first
         self._holders: dict[str, set[str]] = {}  # hash -> incarnations
 
-    def found(self, ticket: Ticket) -> dict[str, int]:
-        """Incarnation -> prompt tokens that it has, of those that have any."""
-        found: dict[str, int] = {}
-        holders: set[str] | None = None
-        for number, block_hash in enumerate(_hashes(ticket), 1):
-            here = self._holders.get(block_hash, set())
-            holders = here if holders is None else holders & here
-            if not holders:
-                break
-            found.update(dict.fromkeys(holders, number * ticket.hash_tokens))
-        return found
+    def look_up(self, ticket: Ticket) -> Prefix:
+        """Who has how much of its prompt."""
+        if not ticket.block_hashes or not self._held:
+            return NOTHING
+        return Prefix(_hashes(ticket), ticket.hash_tokens, self._held, self._holders)
 
     def sent(self, ticket: Ticket, incarnation: str, cache_tokens: int) -> None:
         """The ticket goes there, where the cache holds so many tokens."""
@@ -55,6 +81,9 @@ class PrefixIndex:
         holders.discard(incarnation)
         if not holders:
             del self._holders[block_hash]
+
+
+NOTHING = Prefix()
 
 
 def _hashes(ticket: Ticket) -> list[str]:

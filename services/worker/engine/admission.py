@@ -42,6 +42,17 @@ class _Owed:
     blocks: int = 0
 
 
+@dataclass(frozen=True)
+class Want:
+    """Those that run and can't grow, or else the first that waits, where it waits for blocks alone."""
+
+    latency_class: int
+    weight: float  # see composition
+    waited_seconds: float
+    num_blocks: int  # that it needs
+    num_missing: int  # so many more must become available, as others need some of those that are
+
+
 class Admission:
     """Moves sequences between waiting and running. `queue` and `tables` are the batcher's."""
 
@@ -123,9 +134,51 @@ class Admission:
 
     def _headroom(self, sequence: Sequence, num_leaving: int = 0) -> int:
         """A block for each that runs: otherwise the newcomer would be preempted as soon as they grow."""
+        withheld = self._tables.pool.num_withheld
         if sequence.is_reserved:
-            return 0
-        return max(0, sum(not s.is_reserved for s in self._queue.running) - num_leaving)
+            return withheld
+        return withheld + max(0, self.num_growing - num_leaving)
+
+    @property
+    def num_growing(self) -> int:
+        """Running sequences that may need a further block."""
+        return sum(not sequence.is_reserved for sequence in self._queue.running)
+
+    # --- where engines share a pool
+
+    def want(self, now: float) -> Want | None:
+        """What those that run, or the first that waits, lack. None: nothing, or it waits for a slot or for a prompt that is under way."""
+        growing = [(sequence, count) for sequence in self._queue.running if (count := self._tables.num_missing(sequence)) > 0]
+        num_growth = sum(count for _, count in growing)
+        if num_growth > self._tables.pool.num_available:
+            first = growing[0][0]
+            num_missing = num_growth - self._tables.pool.num_available
+            return Want(first.latency_class, composition.weight(first, now), 0.0, num_growth, num_missing)
+        if not self._queue.waiting or self._num_free_slots == 0:
+            return None
+        first = self._queue.waiting[0]
+        num_blocks = self._tables.num_needed(first) + (0 if first.is_reserved else self.num_growing)
+        num_missing = num_blocks + self._tables.pool.num_withheld - self._tables.pool.num_available
+        if num_missing <= 0 or self._prompt_is_under_way(first):
+            return None
+        return Want(first.latency_class, composition.weight(first, now), first.waited(now), num_blocks, num_missing)
+
+    def num_yieldable(self, latency_class: int, now: float) -> int:
+        """Blocks that sequences of classes below would free for a sequence of this class elsewhere, at most."""
+        return self._tables.num_freed(self._yielding(latency_class, now))
+
+    def give_way(self, num_blocks: int, latency_class: int, cause: Cause, now: float) -> int:
+        """Preempts sequences below the class until so many blocks are free; how many came free."""
+        before = self._tables.pool.num_used
+        for victim in self._yielding(latency_class, now):
+            if before - self._tables.pool.num_used >= num_blocks:
+                break
+            self.preempt(victim, cause, now)
+        return before - self._tables.pool.num_used
+
+    def _yielding(self, latency_class: int, now: float) -> list[Sequence]:
+        running = self._queue.running
+        return composition.victims(running, latency_class, Shares.of(running, self._config.max_sequences, self._config.num_blocks), now)
 
     def preempt(self, sequence: Sequence, cause: Cause, now: float) -> None:
         """Its full blocks stay cached while nobody needs them, so it may find them again; swapped, it finds all that it had."""

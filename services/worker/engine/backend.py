@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from services.worker.engine.batch import Runner
 from services.worker.engine.config import EngineConfig, ModelConfig
@@ -39,11 +40,14 @@ class Loaded:
 Progress = Callable[[int, int], None]
 
 
-def load(path: Path, config: EngineConfig, progress: Progress | None = None) -> Loaded:
-    """Reads the model at the config's level. ModelFileError for a bad file, BackendError, OSError where threads can't be had."""
+def load(path: Path, config: EngineConfig, progress: Progress | None = None, pages: Tensor | None = None) -> Loaded:
+    """Reads the model at the config's level. ModelFileError for a bad file, BackendError, OSError where threads can't be had.
+
+    `pages`, uint8 [num_pages, bytes], are the blocks of its cache, in which others may have theirs; None: they are its own.
+    """
     if config.draft_level is None:
-        return _load(path, config, RULES[config.verification], None, progress)
-    loaded = _load(path, config, RULES[config.verification], None, _part(progress, 0))
+        return _load(path, config, RULES[config.verification], pages, progress)
+    loaded = _load(path, config, RULES[config.verification], pages, _part(progress, 0))
     assert isinstance(loaded.runner, ModelRunner)
     lower = replace(config, level=config.draft_level, kv_format=config.cache_format, host_blocks=0, swap_blocks=0)
     drafting = _load(path, lower, DRAFTING_RULES[config.verification], loaded.runner.kv, _part(progress, 1))
@@ -55,24 +59,36 @@ def _part(progress: Progress | None, part: int) -> Progress | None:
     return progress and (lambda done, total: progress(part * total + done, 2 * total))
 
 
-def _load(path: Path, config: EngineConfig, rule: type[Rule], shared: NativeCache | KVCache | None, progress: Progress | None) -> Loaded:
-    """`shared` is a cache to use instead of one of its own."""
+def _load(
+    path: Path, config: EngineConfig, rule: type[Rule], memory: NativeCache | KVCache | Tensor | None, progress: Progress | None
+) -> Loaded:
+    """`memory` is a cache to use instead of one of its own, or pages for it."""
 
     def make(model: ModelConfig, weights: Weights, version: str) -> Loaded:
         compiled = kernels(config, model)
         if compiled is None:
             decoder = Decoder(model, weights, version)
-            assert not isinstance(shared, NativeCache)
-            kv = shared or KVCache(model, config.num_blocks, config.block_size, config.cache_format, decoder.device)
+            assert not isinstance(memory, NativeCache)
+            kv = memory if isinstance(memory, KVCache) else _torch_cache(model, config, decoder.device, memory)
             return Loaded(ModelRunner(decoder, kv, config.num_host_slots, rule), model, version)
         num_threads = config.num_threads or torch.get_num_threads()
         native = NativeDecoder(model, weights, version, config.level, compiled, num_threads)
-        assert not isinstance(shared, KVCache)
-        cache = shared or NativeCache(model, config.num_blocks, config.block_size, config.cache_format)
+        assert not isinstance(memory, KVCache)
+        cache = memory if isinstance(memory, NativeCache) else _native_cache(model, config, memory)
         native.bind(cache)
         return Loaded(ModelRunner(native, cache, config.num_host_slots, rule), model, version)
 
     return build(path, make, level=config.level, device=config.device, progress=progress)
+
+
+def _torch_cache(model: ModelConfig, config: EngineConfig, device: torch.device, pages: Tensor | None) -> KVCache:
+    num_blocks = config.num_blocks if pages is None else len(pages)
+    return KVCache(model, num_blocks, config.block_size, config.cache_format, device, pages)
+
+
+def _native_cache(model: ModelConfig, config: EngineConfig, pages: Tensor | None) -> NativeCache:
+    num_blocks = config.num_blocks if pages is None else len(pages)
+    return NativeCache(model, num_blocks, config.block_size, config.cache_format, pages)
 
 
 def kernels(config: EngineConfig, model: ModelConfig) -> library.Library | None:

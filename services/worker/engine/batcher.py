@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from services.worker.engine import deadlines
 from services.worker.engine.admission import Admission
 from services.worker.engine.batch import Batch, Span, SpanResult
+from services.worker.engine.block_pool import Pool
 from services.worker.engine.block_tables import BlockTables
 from services.worker.engine.budget import Budget
 from services.worker.engine.config import EngineConfig
@@ -44,7 +45,10 @@ class BatcherCounters:
 
 
 class Batcher:
-    """Owns the sequences and their blocks. `max_model_len` bounds prompt plus output of a choice. `speculator` None: no drafts."""
+    """Owns the sequences and their blocks. `max_model_len` bounds prompt plus output of a choice. `speculator` None: no drafts.
+
+    `pool` None: the blocks are its own.
+    """
 
     def __init__(
         self,
@@ -54,12 +58,13 @@ class Batcher:
         model_version: str,
         kv_format: str,
         speculator: Speculator | None = None,
+        pool: Pool | None = None,
     ) -> None:
         self.config = config
         self.counters = BatcherCounters()
         self.costs = Costs()  # the engine records what it measures
         self.queue = SequenceQueue()
-        self.tables = BlockTables(config, self.costs, model_version, kv_format)
+        self.tables = BlockTables(config, self.costs, model_version, kv_format, pool)
         self.admission = Admission(config, self.queue, self.tables)
         self.speculator = speculator
         self.step_time = StepTime() if speculator is None else speculator.step_time
@@ -72,6 +77,12 @@ class Batcher:
     @property
     def has_work(self) -> bool:
         return bool(self.queue.requests or self._news)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """To be computed before those that don't decode yield their next token; what waits may still find some of them cached."""
+        lacking = (sequence.num_lacking_tokens for group in (self.queue.running, self.queue.waiting) for sequence in group)
+        return sum(num_tokens for num_tokens in lacking if num_tokens > 1)
 
     # --- requests come and go
 
@@ -105,7 +116,7 @@ class Batcher:
     # --- before a step
 
     def schedule(self, now: float) -> Batch:
-        """The next step's spans: as many tokens as deadlines allow, to whom they are most urgent."""
+        """The next step's spans: as many tokens as deadlines allow, to whom they are most urgent. None while others hold all blocks."""
         for group in self.queue.greet(now):
             self._newcomers.note(group.request, now)
         self.admission.grow(now)
@@ -115,7 +126,8 @@ class Batcher:
         draft_counts = self._make_room_for_drafts(present, budget)  # which may evict blocks, too
         host = self.tables.host
         batch = Batch(present, tuple(host.copies_out), tuple(host.copies_in), draft_counts)
-        assert batch.spans or batch.copies_in or not self.queue.requests, "there is work, but nothing of it can run"
+        runs = batch.spans or batch.copies_in or not self.queue.requests
+        assert runs or self.tables.pool.is_shared, "there is work, but nothing of it can run"
         return batch
 
     def _spans(self, budget: Budget, now: float) -> tuple[Span, ...]:

@@ -8,6 +8,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,72 @@ def _digest(*fields: tuple[bytes, bytes]) -> bytes:
     return digest.digest()
 
 
+OnEvict = Callable[[int, bytes], None]
+
+
+class Pool(Protocol):
+    """The blocks of one engine: all of a BlockPool, or its part of a pool that several engines share (sharing.arena). See BlockPool."""
+
+    on_evict: OnEvict | None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others may hold the blocks that nobody here does."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Most blocks that can be held."""
+        ...
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give now."""
+        ...
+
+    @property
+    def num_withheld(self) -> int:
+        """Of the available, those that newcomers leave to other engines."""
+        ...
+
+    @property
+    def num_used(self) -> int: ...
+    @property
+    def num_cached(self) -> int: ...
+    @property
+    def num_free(self) -> int: ...
+    def ref_count(self, block: int) -> int: ...
+    def allocate(self, count: int) -> list[int]: ...
+    def free(self, blocks: Sequence[int]) -> None: ...
+    def lookup(self, keys: Iterable[bytes]) -> list[int]: ...
+    def find(self, key: bytes) -> int | None: ...
+    def finds(self, block: int, key: bytes) -> bool: ...
+    def num_unreferenced(self, blocks: Iterable[int]) -> int: ...
+    def touch(self, blocks: Iterable[int]) -> None: ...
+    def register(self, block: int, key: bytes) -> None: ...
+    def forget(self, blocks: Iterable[int]) -> None: ...
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None: ...
+
+
+class SharedPool(Pool, Protocol):
+    """One engine's part of a pool that several engines share."""
+
+    on_lost: Callable[[], None] | None
+    """Called when another engine has taken what `on_evict` was told of: it writes there as soon as this returns."""
+
+
 class BlockPool:
     """Blocks 0 .. num_blocks - 1. With keep_cached False a block's key dies with its last reference: sharing among the living only.
 
     `on_evict` hears of each cached block, and its key, that is given away while its content is still there.
     """
 
-    def __init__(self, num_blocks: int, *, keep_cached: bool = True, on_evict: Callable[[int, bytes], None] | None = None) -> None:
+    def __init__(self, num_blocks: int, *, keep_cached: bool = True, on_evict: OnEvict | None = None) -> None:
+        self.is_shared = False
         self.num_blocks = num_blocks
+        self.num_withheld = 0
+        self.on_evict = on_evict
         self._keep_cached = keep_cached
-        self._on_evict = on_evict
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is the warmest
         self._cached: dict[int, None] = {}  # unreferenced and keyed, least recently used first
@@ -69,6 +126,11 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing that anybody could find."""
+        return len(self._free)
+
+    @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
 
@@ -82,8 +144,8 @@ class BlockPool:
         for _ in range(count):
             if not self._free:
                 oldest = next(iter(self._cached))
-                if self._on_evict is not None:
-                    self._on_evict(oldest, self._key_of_block[oldest])
+                if self.on_evict is not None:
+                    self.on_evict(oldest, self._key_of_block[oldest])
                 self._evict(oldest)
             blocks.append(block := self._free.pop())
             self._ref_counts[block] = 1
@@ -119,6 +181,10 @@ class BlockPool:
     def finds(self, block: int, key: bytes) -> bool:
         """Whether `key` leads to that very block, and goes on to while nobody references it."""
         return self._keep_cached and self._block_of_key.get(key) == block
+
+    def is_cached(self, block: int) -> bool:
+        """Whether it is unreferenced and answers to a key."""
+        return block in self._cached
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` touching would take out of what is available."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from services.worker.engine.block_pool import BlockPool, CacheIdentity, extend_keys
+from services.worker.engine.block_pool import BlockPool, CacheIdentity, Pool, extend_keys
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.costs import Costs
 from services.worker.engine.host_pool import HostPool
@@ -31,12 +31,13 @@ class CacheCounters:
 
 
 class BlockTables:
-    """Gives sequences their blocks. `costs` says whether those on the host are worth their copies."""
+    """Gives sequences their blocks. `costs` says whether those on the host are worth their copies. `pool` None: one of its own."""
 
-    def __init__(self, config: EngineConfig, costs: Costs, model_version: str, kv_format: str) -> None:
+    def __init__(self, config: EngineConfig, costs: Costs, model_version: str, kv_format: str, pool: Pool | None = None) -> None:
         self.counters = CacheCounters()
         self.host = HostPool(config.host_blocks, config.max_step_copies, config.swap_blocks)
-        self.pool = BlockPool(config.num_blocks, keep_cached=config.prefix_cache, on_evict=self.host.keep)
+        self.pool: Pool = BlockPool(config.num_blocks, keep_cached=config.prefix_cache) if pool is None else pool
+        self.pool.on_evict = self.host.keep
         self._config = config
         self._costs = costs
         self._model_version = model_version
@@ -78,11 +79,19 @@ class BlockTables:
     def would_admit(self, sequence: Sequence, headroom: int, victims: Iterable[Sequence]) -> bool:
         """Whether `admit` would succeed once the victims have given up their blocks."""
         hits = self._hits(sequence)
-        names = Counter(block for victim in victims for block in victim.block_table)
-        for block in hits.values():
-            names.pop(block, None)
-        num_freed = sum(count == self.pool.ref_count(block) for block, count in names.items())
+        num_freed = self.num_freed(victims, hits.values())
         return self._num_taken(sequence, hits) + headroom <= self.pool.num_available + num_freed
+
+    def num_freed(self, victims: Iterable[Sequence], kept: Iterable[int] = ()) -> int:
+        """Blocks that nobody references once the victims don't, without the `kept` ones."""
+        names = Counter(block for victim in victims for block in victim.block_table)
+        for block in kept:
+            names.pop(block, None)
+        return sum(count == self.pool.ref_count(block) for block, count in names.items())
+
+    def num_needed(self, sequence: Sequence) -> int:
+        """Available blocks that one that waits takes when it is admitted."""
+        return self._num_taken(sequence, self._hits(sequence))
 
     def _hits(self, sequence: Sequence) -> dict[int, int]:
         """Blocks of the device that it can share, by index in its table: the first ones, or of one that was swapped any that it had."""
@@ -162,11 +171,15 @@ class BlockTables:
 
     def grow(self, sequence: Sequence) -> bool:
         """Blocks for tokens that have come since. False, and nothing taken, where there are too few."""
-        missing = max(0, self.num_blocks(sequence.num_tokens) - len(sequence.block_table))
+        missing = self.num_missing(sequence)
         if missing > self.pool.num_available:
             return False
         sequence.block_table += self.pool.allocate(missing)
         return True
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Blocks that one that runs needs for the tokens that have come since it got its last."""
+        return max(0, self.num_blocks(sequence.num_tokens) - len(sequence.block_table))
 
     def lend(self, sequence: Sequence, num_drafts: int, max_blocks: int) -> int:
         """Blocks for drafts, `max_blocks` at most, until they are taken back; how many drafts have slots then."""

@@ -9,10 +9,13 @@ from pathlib import Path
 import torch
 
 from services.worker.engine import backend
+from services.worker.engine.admission import Cause, Want
 from services.worker.engine.batch import Batch, Runner, SpanResult
 from services.worker.engine.batcher import Batcher
+from services.worker.engine.block_pool import SharedPool
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.request import (
+    LATENCY_CLASSES,
     EngineRequest,
     FinishReason,
     InvalidRequest,
@@ -70,6 +73,8 @@ class EngineStats:
     num_swapped_blocks: int
     num_swapped_tokens: int
     step_time_error: float  # mean relative error of the latest steps' foretold times
+    step_time: tuple[float, float, float, float] | None  # seconds fixed, per token, row and key; None while too few steps were seen
+    num_prefill_tokens: int  # to be computed before the next tokens of those that don't decode
     num_drafts: int  # spans with a draft
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -85,7 +90,8 @@ class Engine:
     """A model, its cache and the requests on it.
 
     `max_model_len` bounds prompt plus output of a choice; None: what the cache holds. `speculator` decides on drafts; None: as the
-    configuration says, with lookups in the sequence's own past. `clock`, in seconds, times the steps for it.
+    configuration says, with lookups in the sequence's own past. `clock`, in seconds, times the steps for it. `pool` is its part of a pool
+    that several engines share, in which each block is a page; None: its blocks are its own.
     """
 
     def __init__(
@@ -99,23 +105,38 @@ class Engine:
         model_version: str = "",
         speculator: Speculator | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        pool: SharedPool | None = None,
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len or config.max_model_len or config.num_blocks * config.block_size
         self.model_version = model_version
         self.runner = runner
+        self.is_delayed = False  # set before a step that will wait for weights: how long it takes teaches nothing
         speculator = speculator or (Speculator(SuffixDrafter(), config.speculation) if config.speculation else None)
         self._clock = clock
         ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]  # some configs name tokens that the weights lack
-        self.batcher = Batcher(config, self.max_model_len, ends, model_version, config.cache_format, speculator)
+        weights = f"{model_version}@{config.level}"  # what keys and values were computed with
+        self.batcher = Batcher(config, self.max_model_len, ends, weights, config.cache_format, speculator, pool)
+        if pool is not None:
+            pool.on_lost = self._save
 
     @classmethod
-    def from_path(cls, path: str | Path, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> "Engine":
-        """Loads a GGUF file or a Hugging Face folder. progress(bytes done, bytes in all). ModelFileError for a bad file."""
+    def from_path(
+        cls,
+        path: str | Path,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+        shared: tuple[SharedPool, torch.Tensor] | None = None,
+    ) -> "Engine":
+        """Loads a GGUF file or a Hugging Face folder. progress(bytes done, bytes in all). ModelFileError for a bad file.
+
+        `shared`: its part of a pool, and all pages of that, uint8 [num_pages, bytes of a page].
+        """
+        pool, pages = shared or (None, None)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        loaded = backend.load(Path(path), config, progress)
+        loaded = backend.load(Path(path), config, progress, pages)
         model, drafting = loaded.config, loaded.drafting
         return cls(
             loaded.runner,
@@ -125,6 +146,7 @@ class Engine:
             max_model_len=min(config.max_model_len or model.max_position, model.max_position),
             model_version=loaded.version,
             speculator=None if drafting is None else Speculator(ModelDrafter(drafting, time.perf_counter), config.speculation),
+            pool=pool,
         )
 
     @property
@@ -136,6 +158,17 @@ class Engine:
     def has_work(self) -> bool:
         """True while a step would do or say something."""
         return self.batcher.has_work
+
+    @property
+    def most_urgent_class(self) -> int:
+        """Of the live requests; batch where there is none."""
+        return min((group.request.latency_class for group in self.batcher.queue.requests.values()), default=LATENCY_CLASSES[-1])
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """(computed, generated) since the start; recomputed ones count again."""
+        counters = self.batcher.counters
+        return counters.computed_tokens, counters.generated_tokens
 
     def add(self, request: EngineRequest) -> None:
         """Queues a request. InvalidRequest for a value that can't be computed with, RequestTooLarge for what can never fit."""
@@ -164,7 +197,7 @@ class Engine:
             started += self._clock() - before
         batch, results = self._execute(batch)
         outputs = self.batcher.commit(batch, results, now + self._clock() - began)
-        if batch.spans:
+        if batch.spans and not self.is_delayed:
             self.batcher.observe(batch.spans, self._clock() - started)
         return outputs
 
@@ -182,12 +215,42 @@ class Engine:
             started = self._clock()
             try:
                 results = self.runner.execute(batch)
-                self.batcher.costs.record_step([span.length for span in batch.spans], self._clock() - started)
+                if not self.is_delayed:
+                    self.batcher.costs.record_step([span.length for span in batch.spans], self._clock() - started)
                 return batch, results
             except SequenceError as error:
                 self.batcher.fail(error)
                 batch = batch.without(error.request_id)
         return batch, []
+
+    # --- where engines share a pool, see sharing.claims
+
+    def want(self, now: float) -> Want | None:
+        """The blocks that its running sequences, or its first waiting one, lack; None: it has another reason to wait, or there is none."""
+        return self.batcher.admission.want(now)
+
+    @property
+    def num_growing(self) -> int:
+        """Running sequences that may need a further block."""
+        return self.batcher.admission.num_growing
+
+    def num_yieldable(self, latency_class: int, now: float) -> int:
+        """Blocks that `give_way` could free, at most."""
+        return self.batcher.admission.num_yieldable(latency_class, now)
+
+    def give_way(self, num_blocks: int, latency_class: int, cause: Cause, now: float) -> int:
+        """Preempts sequences of classes below until so many blocks are free; how many came free. What they held may be overwritten."""
+        num_freed = self.batcher.admission.give_way(num_blocks, latency_class, cause, now)
+        self._save()
+        return num_freed
+
+    def _save(self) -> None:
+        """Copies to the host at once what the next step would, as another engine is going to write those blocks before it."""
+        tables = self.batcher.tables
+        assert not tables.host.copies_in, "in the middle of a step"
+        if tables.host.copies_out:
+            self._copy(Batch((), tuple(tables.host.copies_out)))
+            tables.settle()
 
     def progress(self) -> list[tuple[str, int, int]]:
         """(request id, output tokens so far, blocks held) of every live request, over its choices; a shared block counts once."""
@@ -216,7 +279,7 @@ class Engine:
             num_blocks=pool.num_blocks,
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
-            num_free_blocks=pool.num_available - pool.num_cached,
+            num_free_blocks=pool.num_free,
             num_prefix_query_tokens=cache.prefix_query_tokens,
             num_prefix_hit_tokens=cache.prefix_hit_tokens,
             num_host_blocks=host.num_slots,
@@ -233,6 +296,8 @@ class Engine:
             num_swapped_blocks=cache.swapped_blocks,
             num_swapped_tokens=cache.swapped_tokens,
             step_time_error=self.batcher.step_time.error,
+            step_time=self.batcher.step_time.line,
+            num_prefill_tokens=self.batcher.num_prefill_tokens,
             num_drafts=speculation.drafts,
             num_draft_tokens=speculation.draft_tokens,
             num_accepted_tokens=speculation.accepted_tokens,

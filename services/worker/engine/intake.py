@@ -34,10 +34,10 @@ class Intake:
             raise RequestTooLarge(f"the prompt has {prompt_tokens} tokens; the context of {self._max_model_len} leaves no room for output")
         max_output_tokens = room if max_tokens is None else min(room, max_tokens)
         needed = self._tables.num_blocks(prompt_tokens + max(max_output_tokens - 1, 0))
-        if needed > self._config.num_blocks:
+        if needed > self._tables.pool.num_blocks:
             raise RequestTooLarge(
                 f"{prompt_tokens} prompt tokens and up to {max_output_tokens} output tokens need {needed} blocks of "
-                f"{self._config.block_size}; there are {self._config.num_blocks}: ask for fewer tokens"
+                f"{self._config.block_size}; there are {self._tables.pool.num_blocks}: ask for fewer tokens"
             )
         return max_output_tokens
 

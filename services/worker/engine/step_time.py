@@ -64,6 +64,12 @@ class StepTime:
         """False until enough steps were seen."""
         return self._num_steps >= _MIN_STEPS
 
+    @property
+    def line(self) -> tuple[float, float, float, float] | None:
+        """Seconds of a step without drafts: fixed, per token, per row and per key. None until it is known."""
+        fixed, per_token, per_row, per_key, _ = self._coefficients
+        return (fixed, per_token, per_row, per_key) if self.known else None
+
     def record(self, load: Load, seconds: float) -> None:
         """A step that has been."""
         if seconds <= 0:

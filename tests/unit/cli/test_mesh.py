@@ -39,8 +39,8 @@ class Recorder:
 
 
 @pytest.fixture
-async def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ChildSpec]:
-    """The children of a mesh of two models with two workers each."""
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """What a mesh starts from now on."""
     recorder = Recorder()
     monkeypatch.setattr(mesh_module, "Supervisor", lambda *_: recorder)
 
@@ -48,6 +48,12 @@ async def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Ch
         return ("a", "b")
 
     monkeypatch.setattr(Mesh, "_wait_for_models", no_wait)
+    return recorder
+
+
+@pytest.fixture
+async def specs(tmp_path: Path, recorder: Recorder) -> dict[str, ChildSpec]:
+    """The children of a mesh of two models with two workers each."""
     home = Home(tmp_path)
     home.make()
     plan = Plan(MODELS, workers=2, host="0.0.0.0", grpc_port=0, http_port=0, kv_memory="64MB", policy=Path("policy.yaml"), tls=True)
@@ -87,6 +93,17 @@ def test_workers_share_models_and_cores(specs: dict[str, ChildSpec]) -> None:
     assert {worker["FOREBAY_SCHEDULERS"] for worker in workers} == {"127.0.0.1:1"}
     assert {worker["FOREBAY_KV_MEMORY"] for worker in workers} == {"64MB"}
     assert all(int(worker["FOREBAY_NUM_THREADS"]) >= 1 for worker in workers)
+
+
+async def test_workers_that_share_have_every_model(tmp_path: Path, recorder: Recorder) -> None:
+    home = Home(tmp_path)
+    home.make()
+    mesh = Mesh(Plan(MODELS, workers=2, share=True), home, lambda _: None)
+    with home.lock():
+        await mesh.start()
+    await mesh.stop()
+    workers = [spec for spec in recorder.specs if spec.name.startswith("worker")]
+    assert [spec.environment["FOREBAY_MODEL"] for spec in workers] == ["/m/a.gguf=a,/m/b=b"] * 2
 
 
 def test_the_gateway_knows_models_aliases_and_keys(specs: dict[str, ChildSpec]) -> None:

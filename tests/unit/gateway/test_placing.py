@@ -33,6 +33,16 @@ async def test_a_stall_of_redis_is_waited_out() -> None:
         await mesh.close()
 
 
+async def test_tickets_say_where_their_gateway_is() -> None:
+    worker = FakeWorker(play([1]))
+    scheduler = FakeScheduler([worker])
+    async with serving(worker, scheduler):
+        mesh = Mesh([scheduler.address], PATIENT, region="eu")
+        await placement(mesh).lease(0)
+        assert [place.ticket.region for place in scheduler.places] == ["eu"]
+        await mesh.close()
+
+
 async def test_an_outage_of_redis_is_not_waited_out() -> None:
     worker = FakeWorker(play([1]))
     scheduler = FakeScheduler([worker])

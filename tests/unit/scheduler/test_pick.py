@@ -8,15 +8,18 @@ from hypothesis import strategies as st
 
 from services.policy.classes import BATCH, REALTIME
 from services.policy.org import OrgPolicy
+from services.scheduler.policy.fleet import ServedModel, Worker, blocks_for, impossible, room, share_blocks
 from services.scheduler.policy.order import Fifo, Order, Ticket
-from services.scheduler.policy.pick import Placement, ServedModel, Worker, blocks_for, counts_on, impossible, plan, room, share_blocks
+from services.scheduler.policy.pick import Placement, plan
+from services.scheduler.policy.routing import ROUTINGS
 from services.scheduler.policy.rules import Rules
 
+LEAST_LOADED = Rules(routing=ROUTINGS["least_loaded"])
 MODEL = ServedModel("v1", block_size=16, num_blocks=64, max_model_len=1024)
 
 
 def _worker(worker_id: str = "w1", *, slots: int = 4, used_slots: int = 0, used_blocks: int = 0, model: ServedModel = MODEL) -> Worker:
-    return Worker(worker_id, "i1", "host:1", slots, slots, {"tiny@fp32": model}, (0, 0, used_slots, 0), (0, 0, used_blocks, 0))
+    return Worker(worker_id, f"of {worker_id}", "host:1", slots, slots, {"tiny@fp32": model}, (0, 0, used_slots, 0), (0, 0, used_blocks, 0))
 
 
 def _ticket(request_id: str = "r", *, prompt: int = 16, max_tokens: int = 16, n: int = 1, version: str = "v1", **more: object) -> Ticket:
@@ -25,8 +28,8 @@ def _ticket(request_id: str = "r", *, prompt: int = 16, max_tokens: int = 16, n:
 
 
 def _plan(tickets: list[Ticket], workers: list[Worker], rules: Rules | None = None) -> list[Placement]:
-    """In the order given, whatever class or org: `order` counts, and no class has had less than another."""
-    rules = rules or Rules()
+    """In the order given, whatever class or org: `order` counts, and no class has had less than another. By load alone."""
+    rules = rules or LEAST_LOADED
     numbered = [replace(ticket, order=order) for order, ticket in enumerate(tickets)]
     order = Order([Fifo([ticket]) for ticket in numbered], rules)
     return plan(order, workers, rules)
@@ -113,15 +116,16 @@ def test_delivered_tokens_are_part_of_what_is_reserved() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 900), st.integers(1, 300), st.integers(1, 4), st.integers(1, 3)), max_size=40),
     st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8), st.integers(0, 64)), min_size=1, max_size=4),
+    st.sampled_from(sorted(ROUTINGS)),
 )
 def test_no_plan_ever_overfills_a_worker_or_places_a_ticket_twice(
-    requests: list[tuple[int, int, int, int]], fleet: list[tuple[int, int, int]]
+    requests: list[tuple[int, int, int, int]], fleet: list[tuple[int, int, int]], routing: str
 ) -> None:
     workers = [
         _worker(f"w{i}", slots=slots, used_slots=min(used, slots), used_blocks=blocks) for i, (slots, used, blocks) in enumerate(fleet)
     ]
     tickets = [_ticket(f"r{i}", prompt=p, max_tokens=m, n=n, latency_class=c) for i, (p, m, n, c) in enumerate(requests)]
-    placements = _plan(tickets, workers)
+    placements = _plan(tickets, workers, Rules(routing=ROUTINGS[routing]))
     assert len({p.ticket.request_id for p in placements}) == len(placements)
     fleet_now = {worker.worker_id: worker for worker in workers}
     for p in placements:
@@ -187,7 +191,7 @@ def _holding(worker_id: str, *, realtime: int = 0, standard: int = 0, batch: int
     """A worker of 4 slots and 64 blocks whose leases hold 10 blocks each."""
     slots = (0, realtime, standard, batch)
     blocks = tuple(10 * used for used in slots)
-    return Worker(worker_id, "i1", "host:1", 4, 4 + waiting_places, {"tiny@fp32": MODEL}, slots, blocks)
+    return Worker(worker_id, f"of {worker_id}", "host:1", 4, 4 + waiting_places, {"tiny@fp32": MODEL}, slots, blocks)
 
 
 def test_realtime_goes_to_a_full_worker_and_the_others_wait() -> None:
@@ -282,7 +286,7 @@ def test_no_plan_ever_takes_more_than_an_orgs_share(requests: list[tuple[int, in
 def test_a_placement_counts_on_free_room_or_on_what_others_hold() -> None:
     def where(ticket: Ticket, worker: Worker) -> str:
         (placement,) = _plan([ticket], [worker])
-        return counts_on(placement)
+        return placement.counts_on
 
     assert where(_ticket(), _worker(used_slots=3)) == "free"
     full_of_batch = replace(_worker(), used_slots=(0, 0, 0, 4), used_blocks=(0, 0, 0, 60))

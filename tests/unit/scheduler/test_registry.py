@@ -3,8 +3,13 @@
 import pytest
 
 from forebay.v1 import scheduler_pb2
+from services.scheduler.policy.backlog import Backlog
+from services.scheduler.policy.fleet import Worker
+from services.scheduler.policy.node import StepCost
 from services.scheduler.policy.order import Ticket
 from services.scheduler.registry import FORGET_SECONDS, Registry
+
+STREAM = object()
 
 
 def _register(worker_id: str = "w1", *, loaded: bool = True, version: str = "v1") -> scheduler_pb2.Register:
@@ -94,3 +99,43 @@ def test_only_attached_workers_have_a_heartbeats_age() -> None:
     assert registry.heartbeat_ages(2.5) == {"w1": 2.5, "w2": 0.5}
     registry.detach("w1", lost)
     assert registry.heartbeat_ages(2.5) == {"w2": 0.5}
+
+
+def _beat(registry: Registry, now: float, **fields: object) -> Worker:
+    assert registry.beat("w1", STREAM, scheduler_pb2.Heartbeat(**{"healthy": True, **fields}), now)
+    (worker,) = registry.usable(now)
+    return worker
+
+
+def test_heartbeats_tell_the_policy_how_fast_and_how_warm_a_worker_is() -> None:
+    registry, registration = _registry(), _register()
+    registration.max_step_tokens, registration.region = 2048, "eu"
+    registration.capacity.slowdown_celsius = 90.0
+    registry.attach(registration, STREAM, 0.0)
+    cold = _beat(registry, 0.5).node
+    assert (cold.step, cold.temperature_celsius, cold.max_step_tokens, cold.region, cold.slowdown_celsius) == (None, None, 2048, "eu", 90.0)
+    step = scheduler_pb2.StepTimeModel(fixed_seconds=0.01, token_seconds=0.001)
+    told = _beat(
+        registry, 1.0, step_time=step, temperature_celsius=70.0, utilization=0.5, memory_used_bytes=3, memory_total_bytes=4, num_waiting=2
+    ).node
+    assert told.step == StepCost(0.01, 0.001, 0.0, 0.0)
+    assert (told.temperature_celsius, told.utilization, told.memory_free, told.num_queued) == (70.0, 0.5, 0.25, 2)
+
+
+def test_what_a_heartbeat_has_still_to_compute_is_the_backlog() -> None:
+    backlog = Backlog()
+    registry = Registry(liveness_seconds=3.0, backlog=backlog)
+    registration = _register()
+    registry.attach(registration, STREAM, 0.0)
+    backlog.sent(registration.incarnation, "known", 100, 0.0)
+    backlog.sent(registration.incarnation, "under way", 10, 0.0)
+    _beat(registry, 0.5, num_prefill_tokens=70, leases=[scheduler_pb2.LeaseProgress(request_id="known", epoch=1)])
+    assert backlog.tokens(registration.incarnation, 0.5) == 80
+
+
+def test_a_worker_that_was_in_trouble_is_usable_and_suspended_for_a_while() -> None:
+    registry = _registry()
+    registry.attach(_register(), STREAM, 0.0)
+    assert registry.beat("w1", STREAM, scheduler_pb2.Heartbeat(healthy=False), 1.0)
+    assert registry.usable(1.0) == []
+    assert [_beat(registry, now).node.suspended for now in (2.0, 3.0, 4.5)] == [True, True, False]

@@ -2,9 +2,10 @@
 
 from services.common import semconv, tracing
 from services.scheduler.ledger import Lease
-from services.scheduler.policy.decision import TERMS, Candidate, Decision
+from services.scheduler.policy.decision import OLD_TERMS, Candidate, Decision
+from services.scheduler.policy.fleet import Worker
 from services.scheduler.policy.order import Ticket
-from services.scheduler.policy.pick import Placement, Worker
+from services.scheduler.policy.pick import Placement
 from services.scheduler.spans import decided, trace_placement
 from tests.spans import recorded
 
@@ -40,7 +41,7 @@ def test_queue_and_choice_lie_below_the_request() -> None:
 def test_costs_stand_in_the_candidates_order_and_the_refused_apart() -> None:
     told = decided(DECISION)
     assert told[semconv.FOREBAY_CANDIDATES] == ["w1", "w2"]
-    assert {term: told[f"{semconv.FOREBAY_COST}.{term}"] for term in TERMS} == {
+    assert {term: told[f"{semconv.FOREBAY_COST}.{term}"] for term in OLD_TERMS} == {
         "waiting": [0, 1],
         "preempted": [0, 0],
         "prefill": [32, 48],

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from services.policy.classes import BATCH, REALTIME, STANDARD
+from services.scheduler.policy.fleet import ServedModel, Worker
 from services.scheduler.policy.order import Fifo, Order, Ticket
-from services.scheduler.policy.pick import ServedModel, Worker, plan
+from services.scheduler.policy.pick import plan
 from services.scheduler.policy.rules import Rules
 
 MODEL = "tiny@fp32"

@@ -12,6 +12,7 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.request import EngineRequest, SamplingParams, TokenOutput
 from services.worker.engine_loop import EngineLoop, Step, StepWindow, Turn
+from services.worker.sharing.device import SharedDevice
 from tests.worker_harness import VOCAB_SIZE, Clock, ToyRunner, continuation, until
 
 
@@ -46,7 +47,7 @@ class Running:
         self.turns: list[Turn] = []
         config = EngineConfig(block_size=4, num_blocks=16, max_sequences=4, max_step_tokens=8)
         self.engine = Engine(self.runner, config, vocab_size=VOCAB_SIZE, max_model_len=512)
-        self.loop = EngineLoop(self.engine, clock=self.clock, observe=self.turns.append)
+        self.loop = EngineLoop(SharedDevice({"": self.engine}), clock=self.clock, observe=self.turns.append)
 
     def add(self, request_id: str, *, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5, n: int = 1) -> Collected:
         sink = Collected()
@@ -141,12 +142,12 @@ async def test_an_abort_frees_the_blocks_and_silences_the_sink() -> None:
         self.runner.hold_at_output(2)
         sink = self.add("r", max_tokens=30)
         await until(lambda: len(sink.tokens) == 2)
-        assert self.loop.last_turn.stats.num_used_blocks > 0
+        assert self.loop.last_turn.stats[""].num_used_blocks > 0
         self.loop.abort("r")
         self.loop.abort("r")
         self.loop.abort("never there")
         self.runner.release()
-        await until(lambda: self.loop.last_turn.stats.num_used_blocks == 0)
+        await until(lambda: self.loop.last_turn.stats[""].num_used_blocks == 0)
         assert len(sink.tokens) == 2
         self.engine.check_integrity()
 
@@ -292,8 +293,8 @@ async def test_a_long_prefill_is_progress_without_a_token() -> None:
 
 def test_the_window_is_the_last_second() -> None:
     window = StepWindow()
-    window.record(Step(0.0, 0.5, 10, 4))
-    window.record(Step(0.6, 0.8, 10, 6))
+    window.record(Step("", 0.0, 0.5, 10, 4))
+    window.record(Step("", 0.6, 0.8, 10, 6))
     assert window.utilization(1.0) == pytest.approx(0.7)
     assert window.step_seconds(1.0) == pytest.approx(0.35)
     assert window.tokens_per_second(1.0) == 10

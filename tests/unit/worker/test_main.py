@@ -13,9 +13,7 @@ import pytest
 import services.worker.__main__ as main_module
 from services.common import rpc
 from services.worker import loading
-from services.worker.engine.engine import Engine
 from services.worker.settings import WorkerSettings
-from services.worker.wire import Served
 from tests.worker_harness import ToyRunner, toy, until
 
 ROOT = Path(__file__).parents[3]
@@ -49,8 +47,8 @@ def test_what_is_wrong_is_said_in_one_line(variables: dict[str, str], line: str)
 async def test_a_worker_says_where_it_listens_and_drains_when_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, served = toy(ToyRunner())
 
-    async def load(*_: object) -> tuple[Engine, Served]:
-        return engine, served
+    async def load(*_: object) -> loading.Loaded:
+        return loading.Loaded([(engine, served)])
 
     monkeypatch.setattr(main_module, "load", load)
     said: list[dict[str, object]] = []
@@ -73,7 +71,7 @@ async def test_a_stop_while_loading_ends_at_once(monkeypatch: pytest.MonkeyPatch
         begun.set()
         go_on.wait()
 
-    monkeypatch.setattr(loading, "_load", slow)
+    monkeypatch.setattr(loading, "_load_all", slow)
     stop = asyncio.Event()
     life = asyncio.create_task(main_module.serve(WorkerSettings(model="toy"), stop))
     await until(begun.is_set)

@@ -1,5 +1,6 @@
 """The worker's series are vLLM's: names, types, labels and buckets, as its v1 engine exports them (0.32)."""
 
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -7,7 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from services.common.metrics import exposition
-from services.worker.metrics import Ended, Metrics, one_two_five
+from services.worker.metrics import Ended, Metrics, WorkerMetrics, one_two_five
 from services.worker.telemetry import Sensors
 from services.worker.throughput import Throughput
 from tests.spans import recorded
@@ -92,10 +93,10 @@ READ_BY_OTHERS = {
 def made() -> tuple[CollectorRegistry, Metrics]:
     registry = CollectorRegistry()
     throughput = Throughput(num_blocks=4, block_size=4, max_sequences=2)
-    metrics = Metrics(registry, model_name="toy@fp32", max_model_len=MAX_MODEL_LEN, throughput=throughput)
+    metrics = WorkerMetrics(registry, {"toy@fp32": throughput}, max_model_len=MAX_MODEL_LEN)
     engine, _ = toy(ToyRunner())
-    metrics.watch(engine.stats, lambda: 0, Sensors("cpu"))
-    return registry, metrics
+    metrics.watch(lambda: {"toy@fp32": engine.stats()}, lambda: 0, Sensors("cpu"))
+    return registry, metrics.models["toy@fp32"]
 
 
 def families(registry: CollectorRegistry) -> dict[str, Metric]:
@@ -185,3 +186,36 @@ def test_buckets_of_lengths_go_up_to_the_context() -> None:
     assert one_two_five(200) == [1, 2, 5, 10, 20, 50, 100, 200]
     assert one_two_five(1) == [1]
     assert isinstance(Histogram("lengths", "Lengths.", registry=None, buckets=one_two_five(9000)), Histogram)
+
+
+def test_models_of_one_device_have_series_of_their_own_in_shared_families() -> None:
+    registry = CollectorRegistry()
+    throughputs = {name: Throughput(num_blocks=4, block_size=4, max_sequences=2) for name in ("a@fp32", "b@fp32")}
+    metrics = WorkerMetrics(registry, throughputs, max_model_len=MAX_MODEL_LEN)
+    engines = {name: toy(ToyRunner())[0] for name in throughputs}
+    metrics.watch(lambda: {name: engine.stats() for name, engine in engines.items()}, lambda: 0, Sensors("cpu"))
+    metrics.models["b@fp32"].observe_first_token(0.05)
+    metrics.tell_healthy(True)
+
+    def value(name: str, model: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": model, "engine": "0"})
+
+    assert [value("vllm:time_to_first_token_seconds_count", model) for model in throughputs] == [0, 1]
+    assert [value("vllm:num_requests_running", model) for model in throughputs] == [0, 0]
+    assert [value("forebay_worker_step_loop_healthy", model) for model in throughputs] == [1, 1]
+
+
+def test_what_models_ask_of_a_shared_device_adds_up() -> None:
+    registry = CollectorRegistry()
+    throughputs = {model: Throughput(num_blocks=8, block_size=16, max_sequences=4) for model in ("a", "b", "resting")}
+    WorkerMetrics(registry, throughputs, max_model_len=MAX_MODEL_LEN)
+    assert registry.get_sample_value("forebay_worker_sharing_load") is None
+    now = time.monotonic()
+    for model in ("a", "b"):
+        throughputs[model].record_steps(now, num_steps=10, seconds=0.5)
+        throughputs[model].record_end(now, n=1, num_prompt_tokens=8, num_output_tokens=8)
+    shares = [throughputs[model].share(now) for model in ("a", "b")]
+    load = registry.get_sample_value("forebay_worker_sharing_load")
+    assert load is not None
+    assert load == pytest.approx(sum(share for share in shares if share is not None), rel=0.2)
+    assert load > 0

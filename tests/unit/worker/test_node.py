@@ -111,7 +111,7 @@ async def test_room_is_told_at_once() -> None:
     async with FakeScheduler() as scheduler, serving(schedulers=scheduler.address, beat=RARE) as worker:
         worker.runner.hold_at_output(3)
         call = worker.stub.Generate(worker.request())
-        await until(lambda: worker.worker.loop.last_turn.stats.num_used_blocks)
+        await until(lambda: worker.worker.loop.last_turn.stats[worker.served.model].num_used_blocks)
         worker.worker.node.nudge()
         await until(lambda: scheduler.heartbeats and scheduler.heartbeats[-1].num_used_blocks)
         worker.runner.release()

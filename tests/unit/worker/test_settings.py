@@ -1,15 +1,18 @@
 """A worker's environment, and the size of the cache that follows from it."""
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ByteSize
 
 from services.common.settings import SettingsError, read
-from services.worker import loading
+from services.worker import loading, sizing
 from services.worker.engine.config import ModelConfig, RopeConfig
 from services.worker.engine.kernels import library
-from services.worker.loading import engine_config, fingerprint
 from services.worker.settings import WorkerSettings
+from services.worker.sizing import engine_config, fingerprint, shared_configs
 
 SMALL = ModelConfig(
     architecture="llama", num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=8, vocab_size=10,
@@ -31,6 +34,38 @@ BLOCK_BYTES = 2 * 2 * 1 * 4 * 4 * 16  # layers, k and v, heads, dim, bytes, toke
 def test_a_model_is_a_path_and_perhaps_a_name(model: str, path: str, name: str) -> None:
     settings = WorkerSettings(model=model)
     assert (settings.model_path, settings.model_name) == (Path(path), name)
+
+
+def test_several_models_share_the_memory() -> None:
+    each = WorkerSettings(model="/m/a.gguf=a, /m/b,", kv_memory=ByteSize(1001), swap_memory=ByteSize(40), level="int8").by_model()
+    assert [(one.model_path, one.model_name) for one in each] == [(Path("/m/a.gguf"), "a"), (Path("/m/b"), "b")]
+    assert [(one.kv_memory, one.swap_memory, one.level) for one in each] == [(500, 20, "int8")] * 2
+
+
+def test_models_on_one_device_share_its_cache_and_keep_a_floor_each() -> None:
+    wide = replace(SMALL, num_layers=6)
+    settings = WorkerSettings(model="/m/a=a,/m/b=b", level="fp32", backend="torch", kv_memory=ByteSize(200 * 3 * BLOCK_BYTES))
+    models = {one.model_name: (one, model) for one, model in zip(settings.by_model(), (SMALL, wide), strict=True)}
+    shared = shared_configs(settings, models)
+    assert (shared.configs["a"].block_size, shared.configs["b"].block_size) == (48, 16)  # a page is a block of either
+    assert len(shared.pages) == shared.arena.pages.num_blocks == 200
+    assert set(shared.arena.models) == {"a@fp32", "b@fp32"}
+    for name, config in shared.configs.items():
+        assert config.num_blocks == shared.pools[name].num_blocks == 200 - 12  # all but the other's floor
+
+
+def test_several_models_need_some_pages_each() -> None:
+    settings = WorkerSettings(model="/m/a=a,/m/b=b", level="fp32", backend="torch", kv_memory=ByteSize(3 * BLOCK_BYTES))
+    with pytest.raises(SettingsError, match=rf"3 pages of {BLOCK_BYTES} bytes; these 2 models need 4 at least: set {4 * BLOCK_BYTES}"):
+        shared_configs(settings, {one.model_name: (one, SMALL) for one in settings.by_model()})
+    with pytest.raises(SettingsError, match="FOREBAY_NUM_BLOCKS is one model's"):
+        shared_configs(settings.model_copy(update={"num_blocks": 8}), {one.model_name: (one, SMALL) for one in settings.by_model()})
+
+
+@pytest.mark.parametrize("model", [",", "/m/a.gguf=a,/n/b.gguf=a"])
+async def test_models_need_names_of_their_own(model: str) -> None:
+    with pytest.raises(SettingsError, match="each by another name"):
+        await loading.load(WorkerSettings(model=model), asyncio.Event())
 
 
 def test_schedulers_are_a_list_without_doubles() -> None:
@@ -92,7 +127,7 @@ def test_a_backend_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("own", ["int4", "int8", "bf16"])
 def test_auto_is_the_files_level_with_kernels_and_with_torch_floats(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device torch holds integers in fp32, so bf16 is half the memory and the faster product."""
-    monkeypatch.setattr(loading, "suggested_level", lambda _: own)
+    monkeypatch.setattr(sizing, "suggested_level", lambda _: own)
 
     def level(**fields: object) -> tuple[str, str]:
         config = engine_config(WorkerSettings(model="m", num_blocks=2, **fields), SMALL)  # type: ignore[arg-type]

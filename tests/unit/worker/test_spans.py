@@ -53,8 +53,8 @@ def test_one_step_a_second_is_linked_to_its_requests() -> None:
         members = [tracing.start(f"Generate {number}") for number in range(MAX_LINKS + 8)]
         steps = StepSpans()
         for ended in (10.0, 10.0 + STEP_SECONDS / 2, 10.0 + STEP_SECONDS, 10.1 + STEP_SECONDS):
-            steps.observe([Step(ended - 0.02, ended - 0.01, 1, 1), Step(ended - 0.01, ended, 70, 40)], members)
-        steps.observe([Step(20.0, 21.0, 1, 1)], [])  # nobody who is traced took part
+            steps.observe([Step("toy", ended - 0.02, ended - 0.01, 1, 1), Step("toy", ended - 0.01, ended, 70, 40)], members)
+        steps.observe([Step("toy", 20.0, 21.0, 1, 1)], [])  # nobody who is traced took part
         steps.observe([], members)
     seen = spans.named(semconv.SPAN_ENGINE_STEP)
     assert len(seen) == 2

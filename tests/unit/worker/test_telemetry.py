@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from services.worker.telemetry import Sensors, Telemetry, device_name
+from services.worker.telemetry import SLOPE_READINGS, Sensors, Telemetry, device_name
 
 
 def test_memory_is_there() -> None:
@@ -67,3 +67,19 @@ def test_a_driver_that_fails_costs_the_figures_alone(monkeypatch: pytest.MonkeyP
     free.append(0)
     now[0] += 1
     assert sensors.read().memory_used_bytes == 2 << 30
+
+
+def test_how_fast_it_warms_is_told_over_the_last_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, celsius = [0.0], [50.0]
+    monkeypatch.setattr(psutil, "sensors_temperatures", lambda: {"coretemp": [SimpleNamespace(current=celsius[0])]})
+    sensors = Sensors("cpu", clock=lambda: now[0])
+    assert sensors.celsius_per_second is None, "one reading has no slope"
+    for _ in range(SLOPE_READINGS):
+        now[0] += 1.0
+        celsius[0] += 0.5
+        sensors.read()
+    assert sensors.celsius_per_second == pytest.approx(0.5)
+    for _ in range(SLOPE_READINGS):
+        now[0] += 1.0
+        sensors.read()
+    assert sensors.celsius_per_second == 0

@@ -1,13 +1,14 @@
 """Every bound of a leased request is checked again at the worker."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from forebay.v1 import types_pb2, worker_pb2
 from services.common.errors import Code, StatusError
 from services.worker.engine.request import TokenOutput
-from services.worker.wire import Served, append, check_target, to_engine
+from services.worker.wire import Served, append, target, to_engine
 
 SERVED = Served("toy@fp32", "v1", "toy", vocab_size=100, block_size=4, num_blocks=8, max_model_len=32)
 
@@ -137,16 +138,17 @@ def test_an_empty_prompt_is_blamed() -> None:
     ("field", "value", "code"),
     [
         ("incarnation", "j", Code.FAILED_PRECONDITION),
-        ("model", "other@fp32", Code.NOT_FOUND),
+        ("model", "third@fp32", Code.NOT_FOUND),
         ("model_version", "v2", Code.FAILED_PRECONDITION),
     ],
 )
 def test_a_request_for_another_worker_is_refused(field: str, value: str, code: Code) -> None:
     message = good()
-    check_target(message, SERVED, "i")
+    models = {"other@fp32": replace(SERVED, model="other@fp32"), SERVED.model: SERVED}
+    assert target(message, models, "i") is SERVED
     setattr(message, field, value)
     with pytest.raises(StatusError) as caught:
-        check_target(message, SERVED, "i")
+        target(message, models, "i")
     assert caught.value.code is code
 
 

@@ -10,6 +10,7 @@ from forebay.v1 import types_pb2
 from services.common import rpc
 from services.common.errors import from_rpc
 from services.worker.engine.sequence import Sequence
+from services.worker.wire import step_time_model
 from services.worker.worker import SERVICE_NAME, EngineFailed
 from tests.drafters import Guesser, always
 from tests.worker_harness import Clock, Harness, continuation, hear, serving, toy_token, until
@@ -287,3 +288,25 @@ async def test_drafts_show_in_deltas_usage_and_metrics_and_in_no_token() -> None
         assert sum(positions) == usage.accepted_tokens
         assert positions == sorted(positions, reverse=True)
         assert await worker.metric("vllm:spec_decode_num_drafts_total") <= await worker.metric("vllm:spec_decode_num_draft_tokens_total")
+
+
+async def test_heartbeats_tell_what_is_still_to_be_computed() -> None:
+    clock = Clock()
+    async with serving(clock=clock, max_sequences=2, max_step_tokens=16) as worker:
+        cold = worker.worker.heartbeat()
+        assert not cold.HasField("step_time")
+        assert cold.num_prefill_tokens == 0
+        worker.runner.hold_later(lambda batch: batch.spans[0].start == 32)
+        call = worker.stub.Generate(worker.request("long", prompt=list(range(60)), max_tokens=2))
+        await until(worker.runner.held.is_set)
+        await until(lambda: worker.worker.heartbeat().num_prefill_tokens == 28)
+        worker.runner.release()
+        await hear(call)
+        await until(lambda: worker.worker.heartbeat().num_prefill_tokens == 0)
+        assert worker.worker._register().max_step_tokens == 16
+        assert worker.worker._register().capacity.memory_bytes > 0
+
+
+def test_a_fitted_step_time_goes_onto_the_wire_by_name() -> None:
+    model = step_time_model((4.0, 3.0, 2.0, 1.0))
+    assert (model.fixed_seconds, model.token_seconds, model.row_seconds, model.key_seconds) == (4.0, 3.0, 2.0, 1.0)

@@ -79,10 +79,9 @@ class PagedAttention:
     def plan(self, metadata: AttentionMetadata, kv: KVCache) -> Plan:
         """Turn a step's metadata into index tensors, once for all layers."""
         heads = torch.arange(self.config.num_kv_heads, device=kv.pages.device)
-        page = self.config.num_layers * 2 * self.config.num_kv_heads * kv.block_size  # in rows of head_dim
-        key_rows = (metadata.slot_blocks[:, None] * page + heads * kv.block_size + metadata.slot_offsets[:, None]).flatten()
+        key_rows = (metadata.slot_blocks[:, None] * kv.rows_per_block + heads * kv.block_size + metadata.slot_offsets[:, None]).flatten()
         value_rows = key_rows + self.config.num_kv_heads * kv.block_size
-        unit = gcd(kv.block_size, SPLIT)
+        unit = gcd(kv.unit, SPLIT)
         groups = tuple(self._group(tiles, metadata, kv, unit) for tiles in self._tiles(metadata))
         return Plan(key_rows, value_rows, unit, groups)
 
@@ -180,7 +179,7 @@ class PagedAttention:
         starts = torch.arange(start, start + SPLIT, unit, device=device)  # [units]
         places = (starts // kv.block_size).clamp(max=tables.shape[1] - 1)
         per_head = kv.block_size // unit
-        page = config.num_layers * 2 * config.num_kv_heads * per_head
+        page = kv.rows_per_block // unit
         # Beyond the context any row will do, as it is masked: the sequence's first is its own and near.
         within = starts < contexts[:, None]  # [num_tiles, units]
         first_rows = torch.where(within, tables[:, places], tables[:, :1]) * page + torch.where(within, (starts % kv.block_size) // unit, 0)

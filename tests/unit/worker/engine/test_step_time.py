@@ -63,3 +63,14 @@ def test_a_clock_that_stands_still_teaches_nothing() -> None:
     for _ in range(20):
         fitted.record(Load(1, 1, 1), 0.0)
     assert not fitted.known
+
+
+def test_its_line_is_what_a_step_without_drafts_takes() -> None:
+    rng, fitted = random.Random(3), StepTime()
+    assert fitted.line is None, "too few steps"
+    for _ in range(200):
+        load = some_load(rng)
+        fitted.record(load, seconds(load))
+    assert fitted.line is not None
+    fixed, token, row, key = fitted.line
+    assert fixed + 8 * token + 8 * row + 2000 * key == pytest.approx(seconds(Load(8, 8, 2000)), rel=0.05)

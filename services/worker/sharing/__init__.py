@@ -1,0 +1,1 @@
+"""One device, several models."""
