@@ -17,7 +17,7 @@ COMPOSE_FILES := -f deploy/compose.yaml $(if $(OBSERVE),-f deploy/compose.observ
 
 .PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak batch-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing bench-sharing bench-place bench-place-rpc bench-routing \
   bench-speculation speculation-lossless config-table compose-up compose-down compose-test clean \
-  bench-metrics dashboards dashboards-live test-rules
+  bench-metrics chaos chaos-long dashboards dashboards-live test-rules
 
 help: ## This list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -153,6 +153,12 @@ bench-routing: setup ## Routing rules on a simulated fleet under published trace
 
 bench-tracing: setup ## What tracing every request costs, as JSON lines
 	@$(BIN)/python -m bench.tracing $(ARGS)
+
+chaos: setup ## Processes killed, stopped, cut off and flooded under load, as JSON lines; 25 minutes (ARGS='--rows F01 --trials 5', say)
+	@$(BIN)/python -m bench.chaos $(ARGS)
+
+chaos-long: setup ## 100 trials each of the rows that kill workers, stop them and leave requests
+	@$(BIN)/python -m bench.chaos --long $(ARGS)
 
 bench-speculation: setup ## Speculation on against off, by kind of answer, as JSON lines (ARGS='--rounds 3', say)
 	@$(BIN)/python -m bench.speculation $(ARGS)

@@ -7,6 +7,7 @@ import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
 from services.common import tracing
+from services.common.log_lines import LineHandler
 
 Logger = structlog.stdlib.BoundLogger
 
@@ -33,7 +34,7 @@ def setup(service: str, level: str = "info", json: bool | None = None) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _handler()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -44,6 +45,14 @@ def setup(service: str, level: str = "info", json: bool | None = None) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     structlog.contextvars.bind_contextvars(service=service)
+
+
+def _handler() -> logging.Handler:
+    """Of standard error, whatever has taken its place."""
+    try:
+        return LineHandler(sys.stderr.fileno())
+    except (OSError, ValueError):  # it is no file
+        return logging.StreamHandler(sys.stderr)
 
 
 def _add_trace(_: object, __: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:

@@ -36,23 +36,32 @@ class MeshLimits:
     max_attempts: int = 6  # placements of one request
     retry_capacity: float = 100.0  # re-placements that may happen at once, over all requests
     retry_ratio: float = 0.2  # and per request beyond that: attempts <= 1.2 x offered
+    retry_per_second: float = 4.0  # and per second: a worker with 32 streams may die every 8 s, however few the other requests are
     finish_patience: float = 60.0  # an outage of Redis or of all schedulers is outlived so long by what has been used
     max_finishing: int = 4096  # finished requests that no scheduler has heard of yet
     backoff: float = 0.05  # first pause after a refusal, doubled each time, at most 1 s, 5 s of a finish
 
 
 def _is_its_own(error: StatusError) -> bool:
-    """Whether it is one scheduler's trouble and another may do better. A refusal says when to come back; gRPC's UNAVAILABLE doesn't."""
-    return error.code is Code.UNAVAILABLE and (error.retry_after_seconds is None or error.reason == _STORE_AWAY)
+    """Whether it is one scheduler's trouble and another may do better. A refusal says when to come back; gRPC's UNAVAILABLE doesn't.
+
+    CANCELLED is a server that stops: what is cancelled here raises CancelledError.
+    """
+    return error.code is Code.CANCELLED or (
+        error.code is Code.UNAVAILABLE and (error.retry_after_seconds is None or error.reason == _STORE_AWAY)
+    )
 
 
 class RetryBudget:
     """Bounds re-placements over all requests, so that a failing fleet isn't also hammered."""
 
-    def __init__(self, capacity: float, ratio: float) -> None:
+    def __init__(self, capacity: float, ratio: float, per_second: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._capacity = capacity
         self._ratio = ratio
+        self._per_second = per_second
+        self._clock = clock
         self._left = capacity
+        self._at = clock()
 
     def earn(self) -> None:
         """A new request arrived."""
@@ -60,6 +69,9 @@ class RetryBudget:
 
     def spend(self) -> bool:
         """False where nothing is left."""
+        now = self._clock()
+        self._left = min(self._capacity, self._left + self._per_second * (now - self._at))
+        self._at = now
         if self._left < 1:
             return False
         self._left -= 1
@@ -101,8 +113,8 @@ class Mesh:
             raise ValueError("no scheduler address given: set FOREBAY_SCHEDULERS to host:port[,host:port...]")
         self.limits = limits or MeshLimits()
         self.clock = clock
+        self.budget = RetryBudget(self.limits.retry_capacity, self.limits.retry_ratio, self.limits.retry_per_second, clock)
         self.region = region
-        self.budget = RetryBudget(self.limits.retry_capacity, self.limits.retry_ratio)
         self._identity = identity
         self._version = identity.version if identity else 0  # of the identity, that the channels go by
         self._schedulers = [self._connect(address) for address in schedulers]

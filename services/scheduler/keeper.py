@@ -72,8 +72,11 @@ class Keeper:
                     await self._asked.wait()
             await asyncio.sleep(min(_SOON_SECONDS, self._poll_seconds))  # Many come together; most are placed meanwhile.
             self._asked.clear()
-            with suppress(StatusError):  # Redis is away.
+            try:
                 await self._tell_positions()
+            except StatusError:  # Redis is away. Who has a place and hasn't heard so would take this scheduler for silent.
+                for waiter in self._waiting:
+                    waiter.placate()
 
     def ask_position(self) -> None:
         """A stream has come and would like to know where it stands."""

@@ -56,6 +56,11 @@ class Waiter:
         if self._is_news(position):  # a thousand streams needn't wake for nothing
             self._news.set()
 
+    def placate(self) -> None:
+        """It has a place, though nobody can say which: told where nothing was told before."""
+        if self.enqueued and self._position is None:
+            self.move(Position(0, -1.0))
+
     @property
     def settled(self) -> bool:
         """Whether the wait is over."""

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from services.common import log
 from services.worker.nvml import Gpu
+
+_logger = log.get(__name__)
 
 CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 """Names under which Linux reports processors, best first."""
@@ -59,16 +62,17 @@ class Sensors:
         self._max_age_seconds = max_age_seconds
         self._clock = clock
         self._read_at = self._clock()
-        self._reading = self._read_now()
+        self._reading = Telemetry(0, 0)
         self._temperatures: deque[tuple[float, float]] = deque(maxlen=SLOPE_READINGS)
-        self._note()
+        self._failed = False
+        self._take_reading()
 
     def read(self) -> Telemetry:
         """The newest reading."""
         now = self._clock()
         if now - self._read_at >= self._max_age_seconds:
-            self._read_at, self._reading = now, self._read_now()
-            self._note()
+            self._read_at = now
+            self._take_reading()
         return self._reading
 
     @property
@@ -79,7 +83,15 @@ class Sensors:
         (began, first), (ended, last) = self._temperatures[0], self._temperatures[-1]
         return (last - first) / (ended - began)
 
-    def _note(self) -> None:
+    def _take_reading(self) -> None:
+        """A driver that fails costs the figures and no heartbeat: memory stays as it was last, the rest is absent."""
+        try:
+            self._reading, self._failed = self._read_now(), False
+        except RuntimeError as error:
+            if not self._failed:
+                _logger.warning("no_telemetry", why=str(error)[:200])
+            self._failed = True
+            self._reading = Telemetry(self._reading.memory_used_bytes, self._reading.memory_total_bytes)
         if self._reading.temperature_celsius is not None:
             self._temperatures.append((self._read_at, self._reading.temperature_celsius))
 

@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import pytest
+
+from services.common.errors import StatusError
 from services.scheduler import keys
 from services.scheduler.ledger import Expired, Finished, Full, Lease, Queued
 from tests.scheduler_harness import LedgerBench, ledger_bench, make_ticket, make_worker
@@ -183,3 +186,14 @@ async def test_a_deadline_that_has_passed_is_said_at_once(bench: LedgerBench) ->
     await bench.queue(make_ticket("b"))
     await bench.raw("HSET", keys.ticket("b"), "deadline", 1)
     assert await bench.enqueue(make_ticket("b"), "h2") == Expired()
+
+
+async def test_a_redis_without_memory_refuses_a_new_ticket_whole(redis_server) -> None:
+    """A script that has written anything may go on without memory: it would queue what can't be placed, and no one could tell."""
+    async with ledger_bench(redis_server.url) as bench:
+        redis_server.command("CONFIG SET maxmemory 1")
+        with pytest.raises(StatusError) as caught:
+            await bench.enqueue(make_ticket("a"))
+        assert caught.value.reason == "STORE_UNAVAILABLE"
+        redis_server.command("CONFIG SET maxmemory 0")
+        assert redis_server.command(f"EXISTS {keys.ticket('a')}") == b":0\r\n"

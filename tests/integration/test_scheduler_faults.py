@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from forebay.v1 import scheduler_pb2, types_pb2
-from services.common.errors import Code
+from services.common.errors import Code, unavailable
 from services.scheduler import keys
 from tests.scheduler_harness import (
     FakeWorker,
@@ -353,3 +353,17 @@ async def test_two_schedulers_of_one_name_still_hear_each_other(redis_server) ->
         async with fake_worker(s2, beat_seconds=0.2, slots=1):
             for _ in range(2):
                 assert (await lease_of(s1.place(wire_ticket()))).worker_id == "w1"
+
+
+async def test_who_has_a_place_hears_so_although_redis_has_gone(redis_server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its gateway would take the scheduler for silent and give it up."""
+    async with running_scheduler(redis_server.url, no_worker_seconds=30.0) as scheduler:
+
+        async def fails() -> None:
+            raise unavailable("Redis is away")
+
+        monkeypatch.setattr(scheduler.scheduler.keeper, "_tell_positions", fails)
+        call = scheduler.place(wire_ticket())
+        first = await call.read()
+        assert (first.queued.position, first.queued.eta_seconds) == (0, -1)
+        call.cancel()

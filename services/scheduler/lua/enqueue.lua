@@ -61,6 +61,12 @@ if deadline <= NOW then
   return {'expired'}
 end
 
+if not order then
+  -- Arrival time in microseconds, and always above the last: so order survives a lost Redis and a clock set back. Before all else that is written:
+  -- a Redis without memory refuses a script's first write or none.
+  order = known > 0 and known or math.max(NOW_US, tonumber(redis.call('GET', K.order) or 0) + 1)
+  if known == 0 then redis.call('SET', K.order, int(order)) end
+end
 local state, short, wait = reserve(id, org, quota, lost > 0 or known > 0)
 if short then return {'over', state, short, wait} end
 if victim then
@@ -68,11 +74,6 @@ if victim then
   publish({event = 'shed', request_id = victim, depth = depth})  -- Heard by all, by the one who asks here too.
 end
 
-if not order then
-  -- Arrival time in microseconds, and always above the last: so order survives a lost Redis and a clock set back.
-  order = known > 0 and known or math.max(NOW_US, tonumber(redis.call('GET', K.order) or 0) + 1)
-  if known == 0 then redis.call('SET', K.order, int(order)) end
-end
 enqueued = enqueued or (known > 0 and math.min(NOW, math.floor(known / 1000))) or NOW
 local epoch = math.max(lost, t and tonumber(t.epoch) or 0)
 

@@ -249,6 +249,16 @@ def test_budget_earns_a_share_of_what_is_offered() -> None:
     assert [budget.spend(), budget.spend()] == [True, False]
 
 
+def test_budget_comes_back_with_time_and_never_beyond_its_capacity() -> None:
+    now = [0.0]
+    budget = RetryBudget(2, 0.5, per_second=4.0, clock=lambda: now[0])
+    assert [budget.spend(), budget.spend(), budget.spend()] == [True, True, False]
+    now[0] += 0.25
+    assert [budget.spend(), budget.spend()] == [True, False]
+    now[0] += 100
+    assert [budget.spend(), budget.spend(), budget.spend()] == [True, True, False]
+
+
 @pytest.mark.parametrize("code", [Code.INTERNAL, Code.UNKNOWN, Code.INVALID_ARGUMENT])
 async def test_a_request_s_own_failure_is_final(code: Code) -> None:
     async with fleet(dies_after(1, [3], code), play([3])) as (mesh, scheduler, _):

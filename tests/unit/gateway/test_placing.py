@@ -69,6 +69,17 @@ async def test_a_scheduler_without_redis_makes_way_for_one_that_has_it() -> None
         await mesh.close()
 
 
+async def test_a_call_that_a_stopping_scheduler_cancels_goes_to_another() -> None:
+    worker = FakeWorker(play([1]))
+    stopping, whole = FakeScheduler([worker]), FakeScheduler([worker])
+    async with serving(worker, stopping, whole):
+        mesh = Mesh([stopping.address, whole.address], PATIENT)
+        stopping.refusals.extend(StatusError(Code.CANCELLED, "CANCELLED") for _ in range(2))
+        for _ in range(3):
+            assert (await placement(mesh).lease(0)).epoch == 1
+        await mesh.close()
+
+
 async def test_a_full_queue_is_the_mesh_s_answer_whoever_gives_it() -> None:
     first, second = FakeScheduler([]), FakeScheduler([])
     async with serving(first, second):

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
-from services.worker.telemetry import SLOPE_READINGS, Sensors, device_name
+from services.worker.telemetry import SLOPE_READINGS, Sensors, Telemetry, device_name
 
 
 def test_memory_is_there() -> None:
@@ -45,6 +46,27 @@ def test_sensors_are_asked_once_a_second(monkeypatch: pytest.MonkeyPatch) -> Non
     now[0] = 1.0
     sensors.read()
     assert len(asked) == 2
+
+
+def test_a_driver_that_fails_costs_the_figures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case F30: the memory of a GPU as it was last, and nothing of what its driver doesn't tell any more; until it does again."""
+    now, free = [0.0], [1 << 30]
+
+    def memory(_: object) -> tuple[int, int]:
+        if not free:
+            raise RuntimeError("the driver was reset")
+        return free[0], 2 << 30
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="GPU", uuid="u"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    sensors = Sensors("cuda:0", clock=lambda: now[0])
+    free.clear()
+    for _ in range(2):
+        now[0] += 1
+        assert sensors.read() == Telemetry(1 << 30, 2 << 30)
+    free.append(0)
+    now[0] += 1
+    assert sensors.read().memory_used_bytes == 2 << 30
 
 
 def test_how_fast_it_warms_is_told_over_the_last_readings(monkeypatch: pytest.MonkeyPatch) -> None:
