@@ -46,6 +46,25 @@ def test_a_job_by_the_sdk(mesh: Mesh) -> None:
         client.files.retrieve(file.id)
 
 
+def test_a_job_of_texts_to_embed(mesh: Mesh) -> None:
+    client = mesh.openai()
+    texts = ["A cat sat on the mat.", "Interest rates rose."]
+    entries = [
+        {"custom_id": text, "method": "POST", "url": "/v1/embeddings", "body": {"model": "all-minilm-l6-v2", "input": text}}
+        for text in texts
+    ]
+    file = client.files.create(file=("texts.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", "the job is completed", seconds=60)
+    output = client.batches.retrieve(batch.id).output_file_id
+    assert output is not None
+    results = [json.loads(line) for line in client.files.content(output).text.splitlines()]
+    alone = client.embeddings.create(model="all-minilm-l6-v2", input=texts, encoding_format="float")
+    for result, text, vector in zip(results, texts, alone.data, strict=True):
+        assert result["custom_id"] == text
+        assert result["response"]["body"]["data"][0]["embedding"] == pytest.approx(vector.embedding, abs=1e-5)
+
+
 def test_a_job_that_is_cancelled_frees_the_workers(mesh: Mesh) -> None:
     client = mesh.openai()
     file = client.files.create(file=("long.jsonl", lines(40, max_tokens=400)), purpose="batch")

@@ -988,7 +988,7 @@ class BatchHeader(_message.Message):
     INPUT_FILE_ID_FIELD_NUMBER: _builtins.int
     FILENAME_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
-    """What its lines call: /v1/chat/completions or /v1/completions."""
+    """What its lines call: /v1/chat/completions, /v1/completions or /v1/embeddings."""
     window_hours: _builtins.int
     """Hours in which it is to be done, 1 .. 24; 0: 24."""
     idempotency_key: _builtins.str

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
+from forebay.v1 import scheduler_pb2, types_pb2
 from services.common import tracing
 from services.common.errors import Code, StatusError, invalid
 from services.gateway.auth import Caller
@@ -20,7 +19,7 @@ from services.gateway.embed_request import admit_embedding
 from services.gateway.embeddings import Embeddings
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Generations
-from services.gateway.http import batches, chat, completions, edge, embeddings, errors, fields, files, openapi, ratelimit, sse
+from services.gateway.http import batches, chat, completions, edge, embeddings, errors, fields, files, openapi, ratelimit, sse, use
 from services.gateway.http.answer import Run, collected, merged
 from services.gateway.http.body import read_json
 from services.gateway.http.structured import grammar_of
@@ -33,9 +32,6 @@ from services.gateway.usage import usage
 from services.gateway.validator import validate_label
 
 MAX_DEADLINE_SECONDS = 86_400.0
-MAX_USAGE_DAYS = 90
-MAX_USAGE_ROWS = 1000
-_WHOLE = re.compile(r"[0-9]{1,4}")
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -133,15 +129,7 @@ class Face:
     async def usage(self, request: Request) -> Response:
         """GET /v1/usage: the caller's own org's use; for operators any org's, or all."""
         who = await self._caller(request)
-        asked = admin_pb2.GetUsageRequest(
-            org=request.query_params.get("org", ""),
-            days=_whole(request, "days", 1, MAX_USAGE_DAYS),
-            page_size=_whole(request, "page_size", MAX_USAGE_ROWS, MAX_USAGE_ROWS),
-            page_token=request.query_params.get("page_token", ""),
-        )
-        used = await usage(self._gateway.mesh, who, asked)
-        page = {"object": "list", "data": [_usage_row(row) for row in used.rows]}
-        return _json(page | {"next_page_token": used.next_page_token} if used.next_page_token else page)
+        return _json(use.page(await usage(self._gateway.mesh, who, use.asked(request))))
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
@@ -281,29 +269,6 @@ def _model(model: ServedModel) -> dict[str, Any]:
         "level": model.level,
         "ready": model.ready,
         "capabilities": [model.capability],
-    }
-
-
-def _whole(request: Request, name: str, default: int, most: int) -> int:
-    """A query's whole number, 1 to `most`. Raises INVALID_ARGUMENT."""
-    text = request.query_params.get(name, str(default))
-    if not _WHOLE.fullmatch(text) or not 1 <= int(text) <= most:
-        raise invalid(name, f"{name} is {text[:32]!a}: it must be a whole number, 1 to {most}")
-    return int(text)
-
-
-def _usage_row(row: admin_pb2.UsageRow) -> dict[str, Any]:
-    return {
-        "object": "usage",
-        "org": row.org,
-        "day": row.day,
-        "model": row.model,
-        "class": CLASS_NAMES[row.latency_class],
-        "requests": row.num_requests,
-        "failed": row.num_failed,
-        "prompt_tokens": row.prompt_tokens,
-        "completion_tokens": row.completion_tokens,
-        "cached_tokens": row.cached_tokens,
     }
 
 
