@@ -28,7 +28,7 @@ def orgs_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """A mesh under the policy above."""
     folder = tmp_path_factory.mktemp("orgs")
     (folder / "policy.yaml").write_text(POLICY)
-    with meshes.running(folder / "home", "--policy", str(folder / "policy.yaml")) as running:
+    with meshes.running(folder / "home", "--policy", str(folder / "policy.yaml"), "--model", "smollm2-135m-instruct") as running:
         yield running
 
 
