@@ -4,7 +4,7 @@ import functools
 import math
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -12,21 +12,23 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from forebay.v1 import admin_pb2, types_pb2
+from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
 from services.common import tracing
 from services.common.errors import Code, StatusError, invalid
 from services.gateway.auth import Caller
+from services.gateway.embed_request import admit_embedding
+from services.gateway.embeddings import Embeddings
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Generations
-from services.gateway.http import chat, completions, edge, errors, fields, openapi, ratelimit, sse
+from services.gateway.http import chat, completions, edge, embeddings, errors, fields, openapi, ratelimit, sse
 from services.gateway.http.answer import Run, collected, merged
 from services.gateway.http.body import read_json
 from services.gateway.http.structured import grammar_of
 from services.gateway.http.traced import Traced
 from services.gateway.latency import UNSPECIFIED, LatencyClass, latency_class
 from services.gateway.metrics import CLASS_NAMES
-from services.gateway.models import ServedModel
-from services.gateway.request import Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens
+from services.gateway.models import Capability, ServedModel
+from services.gateway.request import Admitted, Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens
 from services.gateway.usage import usage
 from services.gateway.validator import validate_label
 
@@ -51,6 +53,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     face = Face(gateway)
     app.add_api_route("/v1/chat/completions", face.chat, methods=["POST"], **openapi.CHAT)
     app.add_api_route("/v1/completions", face.completions, methods=["POST"], **openapi.COMPLETIONS)
+    app.add_api_route("/v1/embeddings", face.embeddings, methods=["POST"], **openapi.EMBEDDINGS)
     app.add_api_route("/v1/models", face.models, methods=["GET"], **openapi.MODELS)
     app.add_api_route("/v1/models/{name:path}", face.model, methods=["GET"], **openapi.MODEL)
     app.add_api_route("/v1/usage", face.usage, methods=["GET"], **openapi.USAGE)
@@ -70,6 +73,7 @@ class Face:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._generations = Generations(gateway.mesh, gateway.metrics, "http")
+        self._embeddings = Embeddings(gateway.mesh, gateway.metrics, "http")
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -100,6 +104,18 @@ class Face:
             return sse.EventStream(completions.chunks(events, generations, include_usage=include_usage), self._gateway.slow_reader_seconds)
         answer = await sse.until_disconnect(request.receive, collected(events, generations))
         return _json(completions.whole(generations, answer))
+
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings."""
+        caller = await self._authenticate(request)
+        body = await self._body(request, fields.EMBEDDINGS)
+        base64_wanted = embeddings.in_base64(body)
+        envelope = await self._envelope(request, body, caller, names={"inputs": "input"}, capability="embed")
+        embedding = await admit_embedding(envelope, body.get("input"), body.get("dimensions"))
+        events = self._embeddings.run(embedding, self._announce(request, [embedding]))
+        vectors = await sse.until_disconnect(request.receive, embeddings.collected(events, embedding))
+        answer = await embeddings.whole(embedding, vectors, base64_wanted=base64_wanted)
+        return Response(answer, media_type="application/json")
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -172,21 +188,30 @@ class Face:
             edge.of(request)["x-forebay-ignored"] = fields.named(unknown)
         return body
 
-    def _model(self, body: Mapping[str, Any], policy: types_pb2.OrgPolicy, sticky: str = "") -> ServedModel:
+    def _model(
+        self, body: Mapping[str, Any], policy: types_pb2.OrgPolicy, sticky: str = "", capability: Capability | None = None
+    ) -> ServedModel:
         name = body.get("model")
         if name is not None and not isinstance(name, str):
             raise invalid("model", "model must be a string: see /v1/models")
-        return self._gateway.catalogue.resolve(name or "", policy, sticky)
+        return self._gateway.catalogue.resolve(name or "", policy, sticky, capability=capability)
 
     async def _envelope(
-        self, request: Request, body: Mapping[str, Any], caller: Caller, *, echo: bool = False, names: Mapping[str, str] | None = None
+        self,
+        request: Request,
+        body: Mapping[str, Any],
+        caller: Caller,
+        *,
+        echo: bool = False,
+        names: Mapping[str, str] | None = None,
+        capability: Capability = "generate",
     ) -> Envelope:
         user, label = validate_label(body.get("user"), name="user"), request.headers.get("x-request-id")
         policy = await self._policy(caller)
         return Envelope(
             caller=caller,
             # Of a canary's models, a user's conversations stay with one.
-            model=self._model(body, policy, sticky=user or label or uuid.uuid4().hex),
+            model=self._model(body, policy, sticky=user or label or uuid.uuid4().hex, capability=capability),
             policy=policy,
             latency_class=_class(request, body),
             deadline_seconds=_deadline(request),
@@ -199,13 +224,18 @@ class Face:
         )
 
     def _announced(self, request: Request, generations: list[Generation]) -> Run:
-        """What runs the generations. The answer's headers name them; once there is a lease, also where the quota stands."""
-        headers, first = edge.of(request), generations[0]
-        headers["x-forebay-request-id"] = ",".join(generation.request_id for generation in generations)
+        """What runs the generations."""
+        return functools.partial(self._generations.run, on_lease=self._announce(request, generations))
+
+    @staticmethod
+    def _announce(request: Request, admitted: Sequence[Admitted]) -> Callable[[scheduler_pb2.Lease], None]:
+        """The answer's headers name the requests; once there is a lease, which the result is to hear of, also where the quota stands."""
+        headers, first = edge.of(request), admitted[0]
+        headers["x-forebay-request-id"] = ",".join(one.request_id for one in admitted)
         headers["x-forebay-class"] = CLASS_NAMES[first.latency_class]
         if first.lowered_from:
             headers["x-forebay-class-lowered-from"] = CLASS_NAMES[first.lowered_from]
-        return functools.partial(self._generations.run, on_lease=lambda lease: headers.update(ratelimit.headers(lease.quota)))
+        return lambda lease: headers.update(ratelimit.headers(lease.quota))
 
 
 def _class(request: Request, body: Mapping[str, Any]) -> LatencyClass:
@@ -244,6 +274,7 @@ def _model(model: ServedModel) -> dict[str, Any]:
         "version": model.version,
         "level": model.level,
         "ready": model.ready,
+        "capabilities": [model.capability],
     }
 
 
