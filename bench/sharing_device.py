@@ -142,4 +142,4 @@ def num_loads(device: Device, model: str) -> int | None:
     """How often its weights have come; None while they aren't there."""
     if device.weights is None:
         return 0
-    return device.weights.residency.residents[model].num_loads if device.weights.on_device([model]) else None
+    return device.weights.residency.residents[model].num_loads if model in device.weights.on_device([model]) else None

@@ -58,7 +58,7 @@ def test_one_that_is_arriving_steps_only_where_nobody_else_can() -> None:
     assert not weights.is_there("a")
     arrive(weights, a, work, 0.1)
     assert weights.is_there("a")
-    assert weights.on_device(work) == ["a"]
+    assert weights.on_device(["a", "b", "elsewhere"]) == ["a", "elsewhere"]
     assert weights.able(work) == ["a"], "b is arriving, and a needs no copy"
     assert weights.able(["b"]) == ["b"]
     arrive(weights, b, work, 0.2)
