@@ -31,7 +31,7 @@ class MeshLimits:
     worker_silence: float = 3.0  # a worker pings each second
     scheduler_answer: float = 3.0  # until Place says its first word
     place_patience: float = 0.9  # a refusal that says "in a moment" is waited out so long: Redis stalls, another scheduler takes over
-    replace_patience: float = 10.0  # a request that lost its worker waits this long for another to appear
+    replace_patience: float = 30.0  # a request that lost its worker waits this long for another, or for the same to be started again
     exclusion: float = 5.0  # a worker that could not be reached is avoided
     max_attempts: int = 6  # placements of one request
     retry_capacity: float = 100.0  # re-placements that may happen at once, over all requests

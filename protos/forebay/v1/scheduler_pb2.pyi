@@ -224,7 +224,7 @@ class PlaceRequest(_message.Message):
     @_builtins.property
     def awaited(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeadWorker]:
         """Workers that died one after another while they ran this request, the second before it came behind the place where the first died. It
-        waits until they have registered anew and said what their last steps held, or for 10 s. Empty: it waits for nobody's word.
+        waits until they have registered anew and said what their last steps held, or for 30 s. Empty: it waits for nobody's word.
         """
 
     def __init__(

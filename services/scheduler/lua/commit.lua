@@ -4,7 +4,7 @@
 --       9 lowest class whose holdings count against this one (3: all), 10 scheduler instance, 11 blocks that the org may hold,
 --       12 tokens of the prompt, 13 output tokens expected, 14 the org's weight, 15 why it goes there (JSON)
 -- Output: {'placed', lease...} | {'refused', why: ticket, deadline, suspect, incarnation, down, refusing, room or share}
-local AWAIT_MS = 10000  -- so long a request that workers may die of waits for those to come back and say so
+local AWAIT_MS = 30000  -- so long a request that workers may die of waits for those to come back and say so
 local id = ARGV[1]
 local t = read_ticket(id)
 if not t or t.state ~= 'queued' then return {'refused', 'ticket'} end

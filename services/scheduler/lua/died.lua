@@ -8,7 +8,8 @@ for i = 1, #ARGV, 3 do
   local t = read_ticket(id)
   local key = K.ticket .. id
   -- Each epoch counts once: the worker tells every scheduler.
-  if t and not (t.state == 'ended' and t.reason ~= 'expired') and redis.call('HSETNX', key, 'death:' .. epoch, position) == 1 then
+  local over = t and t.state == 'ended' and (t.reason == 'finished' or t.reason == 'quarantined')
+  if t and not over and redis.call('HSETNX', key, 'death:' .. epoch, position) == 1 then
     if redis.call('HINCRBY', key, 'deaths:' .. position, 1) >= 2 then
       if t.state == 'queued' then
         drop(t, 'quarantined')
