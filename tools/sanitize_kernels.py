@@ -42,7 +42,7 @@ def check_memory(folder: Path) -> int:
         "-s",
         "--timeout",
         "3000",
-        *(str(_TESTS / f"test_{name}.py") for name in ("native", "sampler")),
+        *(str(_TESTS / f"test_{name}.py") for name in ("native", "moving_weights", "sampler")),
     ]
     return subprocess.run(command, env=os.environ | options | {"FOREBAY_TEST_KERNELS": str(folder)}).returncode  # noqa: S603
 

@@ -12,6 +12,7 @@ from services.cli import api_keys, batch, orgs, policy
 from services.cli.certs import certs
 from services.cli.demo import demo
 from services.cli.drain import drain, undrain
+from services.cli.embed import embed
 from services.cli.explain import explain
 from services.cli.fleet import queue, workers
 from services.cli.problem import Problem, Usage
@@ -22,7 +23,7 @@ from services.cli.up import up
 from services.cli.usage import audit, usage
 
 app = typer.Typer(name="forebay", pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
-for command in (up, run, ps, models, queue, workers, drain, undrain, top, explain, usage, audit, certs, demo):
+for command in (up, run, embed, ps, models, queue, workers, drain, undrain, top, explain, usage, audit, certs, demo):
     app.command()(command)
 for group in (batch.app, api_keys.app, orgs.app, policy.app):
     app.add_typer(group)

@@ -9,7 +9,7 @@ from rich.markup import escape
 from forebay.v1 import admin_pb2
 from services.cli import admin
 from services.cli.output import NOTHING, as_dict, class_word, print_json
-from services.cli.ps import is_current
+from services.cli.ps import cache_blocks, is_current
 from services.cli.table import Column, print_table
 
 _BAR_WIDTH = 10
@@ -67,7 +67,7 @@ def worker_columns(listed: list[admin_pb2.WorkerState]) -> list[Column]:
 def _cells(worker: admin_pb2.WorkerState) -> dict[str, str]:
     beat = worker.heartbeat
     cells = {
-        "cache": _bar(beat.num_used_blocks, sum(model.num_blocks for model in worker.registration.models)),
+        "cache": _bar(beat.num_used_blocks, cache_blocks(worker.registration)),
         "batch": _bar(beat.num_running, worker.registration.max_sequences),
         "busy": _bar(beat.utilization, 1.0),
         "memory": _bar(beat.memory_used_bytes, beat.memory_total_bytes),

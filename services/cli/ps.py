@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, scheduler_pb2
 from services.cli import client
 from services.cli.home import Home
 from services.cli.output import NOTHING, as_dict, class_word, print_json
@@ -61,6 +61,7 @@ def _model_columns(listed: list[inference_pb2.Model]) -> list[Column]:
         Column("model", [escape(model.name) for model in listed]),
         Column("aliases", [escape(", ".join(model.aliases)) for model in listed]),
         Column("state", [_colored("green", "ready") if model.ready else _colored("yellow", "no worker") for model in listed]),
+        Column("does", [", ".join(model.capabilities) for model in listed], rank=1),
         Column("weights", [model.level for model in listed], rank=1),
         Column("context", [str(model.max_model_len) for model in listed], rank=2),
         Column("vocabulary", [str(model.vocab_size) for model in listed], rank=4),
@@ -86,7 +87,7 @@ def _numbers(worker: admin_pb2.WorkerState) -> dict[str, str]:
     """Cells by title. The last numbers of a worker that is gone are no news: of such a one only the sizes are shown."""
     registration, beat = worker.registration, worker.heartbeat
     current = is_current(worker)
-    num_blocks = sum(model.num_blocks for model in registration.models)
+    num_blocks = cache_blocks(registration)
     return {
         "slots": f"{beat.num_running if current else NOTHING}/{registration.max_sequences}",
         "waiting": str(beat.num_waiting) if current else NOTHING,
@@ -96,6 +97,11 @@ def _numbers(worker: admin_pb2.WorkerState) -> dict[str, str]:
         "tokens/s": f"{beat.tokens_per_second:.0f}" if current else NOTHING,
         "memory": f"{beat.memory_used_bytes / 2**30:.1f}/{beat.memory_total_bytes / 2**30:.1f} GiB" if current else NOTHING,
     }
+
+
+def cache_blocks(registration: scheduler_pb2.Register) -> int:
+    """Of its models' caches. One that embeds has none, whatever it says for the scheduler's sums."""
+    return sum(model.num_blocks for model in registration.models if not model.max_call_tokens)
 
 
 def is_current(worker: admin_pb2.WorkerState) -> bool:

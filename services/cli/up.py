@@ -33,12 +33,16 @@ def up(
             "-m",
             parser=text("--model"),
             metavar="MODEL",
-            help="GGUF file, model folder or hub name, with =ALIAS behind. May be repeated. Left out: a small default model.",
+            help="GGUF file, model folder or hub name, with =ALIAS behind. May be repeated. Left out: one that chats, one that embeds.",
         ),
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-w", parser=whole("--workers", 1, 64), metavar="N", help="Workers per model.")] = 1,
     share: Annotated[
-        bool, typer.Option("--share", help="Each worker has every model, which take turns at each step, instead of one per model.")
+        bool,
+        typer.Option(
+            "--share",
+            help="Each worker has every model, which take turns at each step, instead of one per model; so it is without --model.",
+        ),
     ] = False,
     host: Annotated[
         str,
@@ -60,6 +64,14 @@ def up(
             parser=memory("--kv-memory"), metavar="SIZE", help="Cache memory per worker, such as 512MB. Left out: the worker's default."
         ),
     ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            parser=memory("--device-memory"),
+            metavar="SIZE",
+            help="With --share: what a worker's models have for weights, cache and workspace; they take turns where not all fit.",
+        ),
+    ] = None,
     policy: Annotated[
         Path | None, typer.Option("--policy", metavar="FILE", help="Orgs, tiers, classes and models, as `forebay policy check` takes it.")
     ] = None,
@@ -79,7 +91,22 @@ def up(
         raise Problem("FOREBAY_PUBLIC_TLS_CERT_FILE is for a gateway run by itself (python -m services.gateway): unset it for `forebay up`")
     if policy is not None:
         require_usable(policy)
-    plan = Plan(tuple(models.find_all(model or [])), workers, host, grpc_port, http_port, level, kv_memory, log_level, policy, tls, share)
+    if device_memory is not None and not share:
+        raise Problem("--device-memory is for models that share a worker: give --share, too")
+    plan = Plan(
+        tuple(models.find_all(model or [])),
+        workers,
+        host,
+        grpc_port,
+        http_port,
+        level,
+        kv_memory,
+        log_level,
+        policy,
+        tls,
+        share or not model,
+        device_memory,
+    )
     asyncio.run(_keep_up(plan, Home.from_environment(), as_json))
 
 

@@ -10,7 +10,7 @@ from services.common.errors import invalid
 from services.gateway import strict_json
 from services.gateway.field import shown
 
-ENDPOINTS: Mapping[str, str] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+ENDPOINTS: Mapping[str, str] = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/embeddings": "embeddings"}
 """What lines may call -> the HTTP face's method that answers it."""
 MAX_LINES = 50_000
 MAX_LINE_BYTES = 1 << 20

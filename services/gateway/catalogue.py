@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from forebay.v1 import types_pb2
-from services.common.errors import Code, FieldViolation, StatusError
-from services.gateway.models import Models, ServedModel
+from services.common.errors import Code, FieldViolation, StatusError, invalid
+from services.gateway.models import Capability, Models, ServedModel
 from services.policy import catalogue as public
 from services.policy.catalogue import PublicModel
 
 _MAX_NAME_CHARS = 128
 _MAX_NAMED = 10  # models in an error
+
+_DOES = {"generate": "generates text (chat and completions)", "embed": "turns texts into vectors (embeddings)"}
 
 Weighted = tuple[ServedModel, float]
 
@@ -24,13 +26,22 @@ class Catalogue:
         self._models = models
         self._entries = entries
 
-    def resolve(self, name: str, policy: types_pb2.OrgPolicy, sticky: str = "", *, field: str = "model") -> ServedModel:
+    def resolve(
+        self, name: str, policy: types_pb2.OrgPolicy, sticky: str = "", *, field: str = "model", capability: Capability | None = None
+    ) -> ServedModel:
         """The model that answers for a name, an alias or name@level; for an empty name the only one that the org may use.
 
-        Of a canary's targets, `sticky` always gets the same one while workers serve it. Raises NOT_FOUND, which blames `field`.
+        `capability`: what it must do; None: anything. Of a canary's targets, `sticky` always gets the same one while workers serve it.
+        Raises NOT_FOUND, or INVALID_ARGUMENT where the model does something else; both blame `field`.
         """
+        model = self._resolve(name, policy, sticky, field, capability)
+        if capability is not None and model.capability != capability:
+            raise invalid(field, f"the model {model.name} {_DOES[model.capability]}: ask it for that, or name one that {_DOES[capability]}")
+        return model
+
+    def _resolve(self, name: str, policy: types_pb2.OrgPolicy, sticky: str, field: str, capability: Capability | None) -> ServedModel:
         entries = self._entries()
-        candidates = self._candidates(entries, name or self._only_name(policy), policy)
+        candidates = self._candidates(entries, name or self._only_name(policy, capability), policy)
         if not candidates:
             raise self._not_found(name, policy, field)
         point = _point(f"{policy.org}\0{name}\0{sticky}") if len(candidates) > 1 else 0.0
@@ -43,8 +54,10 @@ class Catalogue:
                 return _pick(ready, point)
         return chosen
 
-    def _only_name(self, policy: types_pb2.OrgPolicy) -> str:
+    def _only_name(self, policy: types_pb2.OrgPolicy, capability: Capability | None) -> str:
         offered = self.list(policy)
+        # Who asks for nothing in particular means the one that generates, where there is one: a model that embeds stands beside it.
+        offered = [model for model in offered if model.capability == (capability or "generate")] or (offered if capability is None else [])
         return offered[0].name if len(offered) == 1 else ""
 
     def _not_found(self, name: str, policy: types_pb2.OrgPolicy, field: str) -> StatusError:

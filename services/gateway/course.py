@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from forebay.v1 import explain_pb2, scheduler_pb2
-from services.gateway.request import Generation
+from services.gateway.request import Admitted
 
 Phase = explain_pb2.Phase
 Seconds = dict[explain_pb2.Phase.ValueType, float]
@@ -34,12 +34,12 @@ class _Attempt:
 class Course:
     """One request's."""
 
-    def __init__(self, generation: Generation, clock: Callable[[], float]) -> None:
+    def __init__(self, request: Admitted, clock: Callable[[], float]) -> None:
         """The mesh is going to be asked now."""
-        self._generation = generation
+        self._request = request
         self._clock = clock
         self._started_at = clock()
-        self._admit_seconds = max(0.0, self._started_at - generation.received_at) if generation.received_at else 0.0
+        self._admit_seconds = max(0.0, self._started_at - request.received_at) if request.received_at else 0.0
         self._attempts: list[_Attempt] = []
 
     @property
@@ -91,16 +91,16 @@ class Course:
 
     def explanation(self, finish: scheduler_pb2.FinishRequest, traceparent: str = "") -> explain_pb2.Explanation:
         """All of it, now that the request has ended like this."""
-        now, generation = self._clock(), self._generation
+        now, request = self._clock(), self._request
         total = self._admit_seconds + now - self._started_at
         return explain_pb2.Explanation(
-            request_id=generation.request_id,
-            org=generation.org,
-            latency_class=generation.latency_class,
-            lowered_from=generation.lowered_from,
-            model=generation.model.full_name,
-            max_tokens=generation.sampling.max_tokens,
-            n=generation.sampling.n,
+            request_id=request.request_id,
+            org=request.org,
+            latency_class=request.latency_class,
+            lowered_from=request.lowered_from,
+            model=request.model.full_name,
+            max_tokens=request.max_tokens,
+            n=request.n,
             received_at=time.time() - total,
             total_seconds=total,
             ttft_seconds=finish.ttft_seconds and finish.ttft_seconds + self._admit_seconds,

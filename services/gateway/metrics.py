@@ -50,6 +50,7 @@ class GatewayMetrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that produced an answer")
         self.cached_tokens = counter("cached_prompt_tokens", "Those of them found in the prefix cache")
         self.output_tokens = counter("output_tokens", "Tokens delivered")
+        self.embedded_inputs = counter("embedded_inputs", "Inputs of which vectors were delivered")
         self.overrun_tokens = counter("overrun_tokens", "Tokens received behind a stop string: never delivered, never billed")
         self.promised = counter("slo_requests", "Requests whose class had targets, but for those that their clients ended", line)
         self.kept = counter("slo_met", "Those of them that met the targets for the first token and for each further one", line)
@@ -85,6 +86,15 @@ class GatewayMetrics:
                 overrun_tokens=self.overrun_tokens.labels(*labels),
             )
         return self._lines[labels]
+
+    def charge(self, org: str, error: StatusError | None, status: Code, *, prompt_tokens: int, output_tokens: int) -> None:
+        """A request's end, to its org; `error` where it is one."""
+        series = self.org(org)
+        series.requests.inc()
+        series.errors.inc(status not in (Code.OK, Code.CANCELLED))
+        series.quota_refused.inc(error is not None and error.reason in _QUOTA_REASONS)
+        series.prompt_tokens.inc(prompt_tokens)
+        series.output_tokens.inc(output_tokens)
 
     def org(self, org: str) -> "Org":
         """The series of an org, or those of all that have none of their own."""
@@ -170,19 +180,12 @@ class Observation:
         if (self.ttft_target or self.tpot_target) and status in _PROMISED:
             metrics.promised.labels(*self._labels).inc()
             metrics.kept.labels(*self._labels).inc(status is Code.OK and self._in_time(call))
-        self._charge(call, error, status)
+        prompt_tokens = 0 if self.usage is None else self.usage.prompt_tokens
+        output_tokens = sum(len(choice.token_ids) for choice in call.choices)
+        metrics.charge(self.generation.org, error, status, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
 
     def _in_time(self, call: MeshCall) -> bool:
         longest = max(len(choice.token_ids) for choice in call.choices)
         seconds_per_token = (self.last_token - self.first_token) / max(1, longest - 1)
         in_time = not self.ttft_target or self.first_token - self.start <= self.ttft_target
         return in_time and (not self.tpot_target or seconds_per_token <= self.tpot_target)
-
-    def _charge(self, call: MeshCall, error: StatusError | None, status: Code) -> None:
-        """To its org."""
-        org = self.metrics.org(self.generation.org)
-        org.requests.inc()
-        org.errors.inc(status not in (Code.OK, Code.CANCELLED))
-        org.quota_refused.inc(error is not None and error.reason in _QUOTA_REASONS)
-        org.prompt_tokens.inc(0 if self.usage is None else self.usage.prompt_tokens)
-        org.output_tokens.inc(sum(len(choice.token_ids) for choice in call.choices))

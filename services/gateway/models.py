@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from forebay.v1 import admin_pb2, scheduler_pb2
 from services.common import log
@@ -18,6 +18,7 @@ from services.text.tokenizer import SpecialTokens, Tokenizer
 _log = log.get(__name__)
 
 _MAX_NAME_CHARS = 128
+Capability = Literal["generate", "embed"]
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,22 @@ class ServedModel:
     aliases: tuple[str, ...]
     tokenizer: Tokenizer
     template: ChatTemplate | None  # None: it can't chat
-    context_len: int  # tokens, by its own files
+    context_len: int  # tokens, by its own files; of one that embeds, longest input
     vocab_size: int
     created: int  # seconds since the epoch at which the gateway took it up
-    compiler: Compiler  # of grammars
+    compiler: Compiler | None  # of grammars; None: it generates nothing
+    dimensions: int = 0  # of the vectors that it makes of texts; 0: it generates text
     level: str = ""  # empty: no worker has shown it yet
     version: str = ""  # empty: no worker has shown it yet
     max_model_len: int = 0  # tokens: the longest of any worker; context_len while none is known
     fingerprint: str = ""
     ready: bool = False  # whether a live worker has it loaded
     caches: frozenset[tuple[int, int, int]] = frozenset()  # (blocks, tokens in each, longest sequence in tokens) of its workers
+
+    @property
+    def capability(self) -> Capability:
+        """What it does."""
+        return "embed" if self.dimensions else "generate"
 
     @property
     def full_name(self) -> str:
@@ -147,7 +154,8 @@ def load_model(path: Path, name: str, aliases: Sequence[str] = ()) -> ServedMode
         context_len=files.context_len,
         vocab_size=files.vocab_size,
         created=int(time.time()),
-        compiler=Compiler(files.tokenizer, files.vocab_size, _ends(files.tokenizer)),
+        compiler=None if files.dimensions else Compiler(files.tokenizer, files.vocab_size, _ends(files.tokenizer)),
+        dimensions=files.dimensions,
         max_model_len=files.context_len,
     )
 

@@ -16,7 +16,7 @@ from services.common.errors import Code, StatusError, from_rpc, unavailable
 from services.common.tracing import Span
 from services.gateway.mesh import Mesh, Scheduler
 from services.gateway.prefix import HASH_TOKENS, block_hashes
-from services.gateway.request import Generation
+from services.gateway.request import Admitted
 from services.gateway.wire import cache_salt
 
 
@@ -51,7 +51,7 @@ class Placement:
     def __init__(
         self,
         mesh: Mesh,
-        generation: Generation,
+        request: Admitted,
         deadline: Deadline,
         on_queued: Callable[[int], None] = lambda _: None,
         span: Span = tracing.OFF,
@@ -59,8 +59,8 @@ class Placement:
         """`on_queued` hears how many are before it."""
         self._mesh = mesh
         self._on_queued = on_queued
-        self._model = generation.model
-        self._ticket = _ticket(generation, span, mesh.region)
+        self._model = request.model
+        self._ticket = _ticket(request, span, mesh.region)
         self._span = span
         self._deadline = deadline
         self._epoch = 0
@@ -155,18 +155,18 @@ class Placement:
             raise (self._deadline.error("in the queue") if error.code is Code.DEADLINE_EXCEEDED else error) from None
 
 
-def _ticket(generation: Generation, span: Span, region: str) -> scheduler_pb2.Ticket:
-    hashes = block_hashes(cache_salt(generation.org), generation.model.version, generation.prompt_token_ids)
+def _ticket(request: Admitted, span: Span, region: str) -> scheduler_pb2.Ticket:
+    hashes = block_hashes(cache_salt(request.org), request.model.version, request.prefix)
     return scheduler_pb2.Ticket(
-        request_id=generation.request_id,
-        org=generation.org,
-        latency_class=generation.latency_class,
-        model=generation.model.full_name,
-        model_version=generation.model.version,
-        num_prompt_tokens=len(generation.prompt_token_ids),
-        max_tokens=generation.sampling.max_tokens,
-        n=generation.sampling.n,
-        deadline_seconds=generation.deadline_seconds,
+        request_id=request.request_id,
+        org=request.org,
+        latency_class=request.latency_class,
+        model=request.model.full_name,
+        model_version=request.model.version,
+        num_prompt_tokens=request.num_prompt_tokens,
+        max_tokens=request.max_tokens,
+        n=request.n,
+        deadline_seconds=request.deadline_seconds,
         traceparent=span.traceparent,
         block_hashes=hashes,
         hash_tokens=HASH_TOKENS if hashes else 0,

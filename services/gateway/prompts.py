@@ -1,7 +1,8 @@
 """What may stand for a prompt: texts, token ids, or a conversation. Checked before anything is tokenised; knows no tokenizer."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from services.common.errors import invalid
@@ -23,49 +24,63 @@ Prompt = str | list[int]
 """A text, or token ids that are taken as they are."""
 
 
-def validate_prompts(value: object, *, limits: Limits, name: str = "prompt") -> list[Prompt]:
+@dataclass(frozen=True)
+class Bounds:
+    """How much an endpoint takes. `check_length` refuses a prompt of so many tokens, as the client calls it."""
+
+    most: int = MAX_PROMPTS
+    most_bytes: int = MAX_PROMPT_BYTES
+    check_length: Callable[[int, Limits, str], None] = lambda num_tokens, limits, name: check_prompt_length(
+        num_tokens, limits=limits, name=name
+    )
+
+
+_COMPLETION = Bounds()
+
+
+def validate_prompts(value: object, *, limits: Limits, name: str = "prompt", bounds: Bounds = _COMPLETION) -> list[Prompt]:
     """The prompts of a completion: one text, a list of texts, of token ids, or of lists of token ids; none of them empty.
 
-    Texts together are bounded by MAX_PROMPT_BYTES, which is checked before any is tokenised; ids by the context. Raises INVALID_ARGUMENT.
+    Texts together are bounded, which is checked before any is tokenised; ids by the context. Raises INVALID_ARGUMENT.
     """
     entry = Field(name, value)
     if value is None:
         raise invalid(name, f"{name} is missing: send a text or token ids")
     if isinstance(value, str):
-        return _texts([entry])
+        return _texts([entry], bounds)
     if not isinstance(value, list | tuple):
         raise entry.refuse("must be a text, a list of texts, or token ids")
     if not value:
         raise entry.refuse("must hold a text or token ids")
     if not isinstance(value[0], str | list | tuple):
-        return [_prompt_ids(entry, limits)]
-    if len(value) > MAX_PROMPTS:
-        raise entry.refuse(f"may have at most {MAX_PROMPTS} prompts; send the others in another request")
+        return [_prompt_ids(entry, limits, bounds)]
+    if len(value) > bounds.most:
+        raise invalid(name, f"{name} has {len(value)} entries: it may have at most {bounds.most}; send the others in another request")
     items = [Field(f"{name}[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value[0], str):
-        return _texts(items)
-    return [_prompt_ids(item, limits) for item in items]
+        return _texts(items, bounds)
+    return [_prompt_ids(item, limits, bounds) for item in items]
 
 
-def _texts(items: Sequence[Field]) -> list[Prompt]:
+def _texts(items: Sequence[Field], bounds: Bounds) -> list[Prompt]:
     num_bytes = 0
     for item in items:
         if not isinstance(item.value, str):
-            raise item.refuse("must be a text, as the prompts before it")
+            raise item.refuse("must be a text, as those before it")
         if not item.value:
             raise item.refuse("must have at least one character")
         # No character is less than a byte: what is surely too long need not be encoded to know.
-        num_bytes += len(item.value) if len(item.value) > MAX_PROMPT_BYTES else len(check_unicode(item))
-        if num_bytes > MAX_PROMPT_BYTES:
-            raise invalid(item.name, f"{item.name} takes the prompt over {MAX_PROMPT_BYTES} bytes of text: send less")
+        num_bytes += len(item.value) if len(item.value) > bounds.most_bytes else len(check_unicode(item))
+        if num_bytes > bounds.most_bytes:
+            raise invalid(item.name, f"{item.name} takes the request over {bounds.most_bytes} bytes of text: send less")
     return [item.value for item in items]
 
 
-def _prompt_ids(entry: Field, limits: Limits) -> list[int]:
+def _prompt_ids(entry: Field, limits: Limits, bounds: Bounds) -> list[int]:
     ids = entry.value
     if not isinstance(ids, list | tuple):
-        raise entry.refuse("must be a list of token ids, as the prompts before it")
-    check_prompt_length(len(ids), limits=limits, name=entry.name)
+        raise entry.refuse("must be a list of token ids, as those before it")
+    bounds.check_length(len(ids), limits, entry.name)
     if not _are_token_ids(ids, limits.vocab_size):
         for index, value in enumerate(ids):
             token_id_of(Field(f"{entry.name}[{index}]", value), limits)

@@ -8,7 +8,7 @@ import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 from forebay.v1 import types_pb2
 from services.common.errors import Code, StatusError, invalid, unavailable
@@ -31,6 +31,54 @@ MAX_PROMPT_SCORES = 200_000
 _NOTHING: Mapping[str, str] = {}
 
 
+class Admitted(Protocol):
+    """What placing and explaining need of a request, be it for text or for vectors."""
+
+    @property
+    def request_id(self) -> str:
+        """Ours, 32 hex digits."""
+
+    @property
+    def org(self) -> str:
+        """Of the verified token."""
+
+    @property
+    def latency_class(self) -> LatencyClass:
+        """Never unspecified."""
+
+    @property
+    def lowered_from(self) -> LatencyClass:
+        """What was asked for, where the org's ceiling lowered it."""
+
+    @property
+    def model(self) -> ServedModel:
+        """As it was admitted with."""
+
+    @property
+    def deadline_seconds(self) -> float:
+        """From admission."""
+
+    @property
+    def received_at(self) -> float:
+        """By the process's monotonic clock: when the gateway saw it first; 0: nobody looked."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """All that it brings."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of output, of one choice."""
+
+    @property
+    def n(self) -> int:
+        """Choices."""
+
+    @property
+    def prefix(self) -> Sequence[int]:
+        """Tokens whose keys and values some worker may have; empty where there are none."""
+
+
 @dataclass(frozen=True)
 class Generation:
     """One prompt to continue, admitted: nothing in it will be refused but for want of room."""
@@ -49,6 +97,26 @@ class Generation:
     reply: ReplyForm = PLAIN  # what is taken out of the text
     received_at: float = 0.0  # by the process's monotonic clock: when the gateway saw it first; 0: nobody looked
     operation: Literal["chat", "text_completion"] = "text_completion"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """All that it brings."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of output, of one choice."""
+        return self.sampling.max_tokens
+
+    @property
+    def n(self) -> int:
+        """Choices."""
+        return self.sampling.n
+
+    @property
+    def prefix(self) -> Sequence[int]:
+        """Tokens whose keys and values some worker may have."""
+        return self.prompt_token_ids
 
 
 @dataclass(frozen=True)
@@ -181,6 +249,23 @@ class _Head:
 async def _admit_head(envelope: Envelope, fields: Mapping[str, object], *, with_tools: bool = False) -> _Head:
     """All that can be refused before the prompt is looked at."""
     sampling = validate_sampling(fields, limits=envelope.limits, names=envelope.names)
+    terms = admit_terms(envelope, with_tools=with_tools)
+    if sampling.grammar is not None:
+        await _check_grammar(envelope, sampling.grammar)
+        fields = {**fields, "grammar": sampling.grammar}
+    return _Head(envelope, fields, *terms)
+
+
+class Terms(NamedTuple):
+    """How a request runs, whatever it asks for."""
+
+    granted: Granted
+    deadline_seconds: float
+    label: str
+
+
+def admit_terms(envelope: Envelope, *, with_tools: bool = False) -> Terms:
+    """Class, deadline and label. Raises INVALID_ARGUMENT, DEADLINE_EXCEEDED; UNAVAILABLE while no worker has shown the model."""
     label = validate_label(envelope.label, name=envelope.name("label"))
     if envelope.latency_class not in (UNSPECIFIED, *DEADLINE_SECONDS):
         name = envelope.name("latency_class")
@@ -189,15 +274,13 @@ async def _admit_head(envelope: Envelope, fields: Mapping[str, object], *, with_
     deadline = _deadline(envelope.deadline_seconds, envelope.deadlines[granted.latency_class])
     if not envelope.model.version:
         raise unavailable(f"no worker has loaded {envelope.model.name} yet: try again", reason="NO_WORKER")
-    if sampling.grammar is not None:
-        await _check_grammar(envelope, sampling.grammar)
-        fields = {**fields, "grammar": sampling.grammar}
-    return _Head(envelope, fields, granted, deadline, label)
+    return Terms(granted, deadline, label)
 
 
 async def _check_grammar(envelope: Envelope, grammar: Grammar) -> None:
     """Compiles it, as the worker will: what it refuses is refused before anything is placed."""
     name = envelope.name("grammar")
+    assert envelope.model.compiler is not None, "names of models that generate nothing resolve to none here"
     try:
         await envelope.model.compiler.compile(grammar)
     except GrammarError as error:

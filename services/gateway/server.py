@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -15,10 +15,13 @@ from services.gateway import strict_json
 from services.gateway.admin import AdminService
 from services.gateway.batch_methods import BatchMethods
 from services.gateway.conversation import ChatOptions
+from services.gateway.embed_call import numbers
+from services.gateway.embed_request import admit_embedding
+from services.gateway.embeddings import EmbeddingEvent, Embeddings
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Event, Generations
 from services.gateway.interceptor import Edge, caller, received_at
-from services.gateway.models import ServedModel
+from services.gateway.models import Capability, ServedModel
 from services.gateway.request import Envelope, admit_chat, admit_completion, count_chat_tokens, count_tokens
 
 SERVICE_NAMES = [
@@ -49,6 +52,7 @@ class InferenceService(BatchMethods):
         super().__init__(gateway)
         self._gateway = gateway
         self._generations = Generations(gateway.mesh, gateway.metrics, "grpc")
+        self._embeddings = Embeddings(gateway.mesh, gateway.metrics, "grpc")
         self._patience = gateway.slow_reader_seconds
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # it writes
@@ -65,6 +69,16 @@ class InferenceService(BatchMethods):
         envelope = await self._envelope(request, context)
         generation = await admit_chat(envelope, _messages(request.messages), sampling_fields(request.sampling), _options(request))
         await self._stream(self._generations.run(generation), context, inference_pb2.ChatResponse)
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> None:  # type: ignore[override]  # it writes
+        """See inference.proto."""
+        envelope = await self._envelope(request, context, capability="embed")
+        inputs = [entry.text if entry.HasField("text") else list(entry.tokens.ids) for entry in request.inputs]
+        embedding = await admit_embedding(envelope, inputs, request.dimensions if request.HasField("dimensions") else None)
+        async with aclosing(self._embeddings.run(embedding)) as events:
+            async for event in events:
+                for response in _embed_responses(event):
+                    await self._write(context, response)
 
     async def CountTokens(self, request: inference_pb2.CountTokensRequest, _: Context) -> inference_pb2.CountTokensResponse:
         """See inference.proto."""
@@ -93,14 +107,19 @@ class InferenceService(BatchMethods):
         return await self._gateway.orgs.policy(caller().org)
 
     async def _envelope(
-        self, request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, context: Context, *, echo: bool = False
+        self,
+        request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest | inference_pb2.EmbedRequest,
+        context: Context,
+        *,
+        echo: bool = False,
+        capability: Capability = "generate",
     ) -> Envelope:
         if request.latency_class not in types_pb2.LatencyClass.values():
             raise invalid("latency_class", f"latency_class is {request.latency_class}: use REALTIME (1), STANDARD (2) or BATCH (3)")
         policy = await self._policy()
         return Envelope(
             caller=caller(),
-            model=self._gateway.catalogue.resolve(request.model, policy, request.label or uuid.uuid4().hex),
+            model=self._gateway.catalogue.resolve(request.model, policy, request.label or uuid.uuid4().hex, capability=capability),
             policy=policy,
             latency_class=request.latency_class,
             deadline_seconds=_deadline(context),
@@ -114,13 +133,16 @@ class InferenceService(BatchMethods):
     async def _stream(self, events: AsyncGenerator[Event], context: Context, response: type[Response]) -> None:
         async with aclosing(events):
             async for event in events:
-                try:
-                    async with asyncio.timeout(self._patience):
-                        await context.write(_wrapped(event, response))
-                except TimeoutError:
-                    raise StatusError(Code.CANCELLED, f"nothing was read for {self._patience:g} s", reason="SLOW_READER") from None
-                except grpc.aio.InternalError:  # how a write ends that the client's cancellation meets
-                    raise asyncio.CancelledError from None
+                await self._write(context, _wrapped(event, response))
+
+    async def _write(self, context: Context, response: Any) -> None:
+        try:
+            async with asyncio.timeout(self._patience):
+                await context.write(response)
+        except TimeoutError:
+            raise StatusError(Code.CANCELLED, f"nothing was read for {self._patience:g} s", reason="SLOW_READER") from None
+        except grpc.aio.InternalError:  # how a write ends that the client's cancellation meets
+            raise asyncio.CancelledError from None
 
 
 def sampling_fields(sampling: types_pb2.SamplingParams) -> Mapping[str, object]:
@@ -212,6 +234,16 @@ def _wrapped(event: Event, response: type[Response]) -> Response:
     return response(finished=event)
 
 
+def _embed_responses(event: EmbeddingEvent) -> Iterator[inference_pb2.EmbedResponse]:
+    if isinstance(event, inference_pb2.Started):
+        yield inference_pb2.EmbedResponse(started=event)
+    elif isinstance(event, inference_pb2.Finished):
+        yield inference_pb2.EmbedResponse(finished=event)
+    else:  # as the worker's messages, which are far below the largest
+        embeddings = [inference_pb2.Embedding(index=index, values=numbers(values)) for index, values in event]
+        yield inference_pb2.EmbedResponse(embeddings=inference_pb2.Embeddings(embeddings=embeddings))
+
+
 def _model(model: ServedModel) -> inference_pb2.Model:
     return inference_pb2.Model(
         name=model.name,
@@ -220,7 +252,8 @@ def _model(model: ServedModel) -> inference_pb2.Model:
         level=model.level,
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
-        capabilities=["generate"],
+        capabilities=[model.capability],
+        dimensions=model.dimensions,
         ready=model.ready,
         created_unix_seconds=model.created,
     )

@@ -177,7 +177,7 @@ def _loaded(registration: scheduler_pb2.Register) -> Iterable[scheduler_pb2.Work
 
 def as_worker(r: scheduler_pb2.Register) -> Worker:
     """The policy's view of a worker with nothing in use."""
-    models = {m.model: ServedModel(m.version, m.block_size, m.num_blocks, m.max_model_len) for m in _loaded(r)}
+    models = {m.model: ServedModel(m.version, m.block_size, m.num_blocks, m.max_call_tokens or m.max_model_len) for m in _loaded(r)}
     node = node_state(r, scheduler_pb2.Heartbeat())
     return Worker(r.worker_id, r.incarnation, r.address, r.max_sequences, r.max_sequences + r.max_waiting, models, node=node)
 

@@ -317,9 +317,10 @@ def check_registration(r: scheduler_pb2.Register) -> None:
     for model in r.models:
         if model.loaded and min(model.block_size, model.num_blocks, model.max_model_len) < 1:
             raise invalid("register.models", f"{model.model} is loaded; its block_size, num_blocks and max_model_len must be at least 1")
-        if model.loaded and model.max_model_len > model.num_blocks * model.block_size:
+        longest = model.max_call_tokens or model.max_model_len
+        if model.loaded and longest > model.num_blocks * model.block_size:
             cache = f"its {model.num_blocks} blocks of {model.block_size}"
-            raise invalid("register.models", f"{model.model}: max_model_len is {model.max_model_len}; {cache} can't hold one such sequence")
+            raise invalid("register.models", f"{model.model}: its longest request is of {longest} tokens; {cache} can't hold one such")
 
 
 def gone() -> StatusError:

@@ -11,10 +11,12 @@ from tokenizers import AddedToken
 
 from services.text.gguf_metadata import ModelError
 from services.text.gguf_vocabulary import surround
-from services.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_piece, sentencepiece_piece
+from services.text.tokenizer import SpecialTokens, Tokenizer, Vocabulary, byte_level_piece, sentencepiece_piece, wordpiece_piece
 
 _MAX_TOKENIZER_BYTES = 128 << 20
 _MAX_CONFIG_BYTES = 8 << 20
+_ENCODERS = (["BertModel"],)
+"""Architectures that make vectors of texts, as config.json names them."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,15 @@ class Folder:
     template_source: str | None
     context_len: int
     vocab_size: int
+    dimensions: int = 0  # of an encoder's vectors; 0: a language model
 
 
 def read(path: Path) -> Folder:
     """Raises ModelError for a file that is missing, too large, or not understood."""
     config = _json(path / "config.json", _MAX_CONFIG_BYTES)
-    options = _json(path / "tokenizer_config.json", _MAX_CONFIG_BYTES) if (path / "tokenizer_config.json").exists() else {}
+    options = _optional(path / "tokenizer_config.json")
+    if config.get("architectures") in _ENCODERS:
+        return _encoder(path, config, options)
     return Folder(
         tokenizer=_tokenizer(path / "tokenizer.json", options),
         template_source=_template(path, options),
@@ -39,7 +44,22 @@ def read(path: Path) -> Folder:
     )
 
 
-def _tokenizer(path: Path, options: Mapping[str, Any]) -> Tokenizer:
+def _encoder(path: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> Folder:
+    """A sentence-transformers folder says how long an input may be, and whether it is lowered before anything else."""
+    sentences, name = _optional(path / "sentence_bert_config.json"), "max_seq_length"
+    context_len = _positive(config, "max_position_embeddings", path)
+    if sentences.get(name) is not None:
+        context_len = min(context_len, _positive(sentences, name, path, "sentence_bert_config.json"))
+    return Folder(
+        tokenizer=_tokenizer(path / "tokenizer.json", options, lowered=sentences.get("do_lower_case") is True),
+        template_source=None,
+        context_len=context_len,
+        vocab_size=_positive(config, "vocab_size", path),
+        dimensions=_positive(config, "hidden_size", path),
+    )
+
+
+def _tokenizer(path: Path, options: Mapping[str, Any], *, lowered: bool = False) -> Tokenizer:
     source = _text(path, _MAX_TOKENIZER_BYTES)
     try:
         backend = tokenizers.Tokenizer.from_str(source)
@@ -47,6 +67,9 @@ def _tokenizer(path: Path, options: Mapping[str, Any]) -> Tokenizer:
         raise ModelError(f"{path}: not a tokenizer that can be used: {str(error)[:200]}") from None
     backend.no_truncation()
     backend.no_padding()
+    if lowered:
+        lower = tokenizers.normalizers.Lowercase()
+        backend.normalizer = tokenizers.normalizers.Sequence([lower, backend.normalizer]) if backend.normalizer else lower
     names = {name: _token_name(options.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")}
     # As transformers does: what the options call special is special, whatever tokenizer.json says.
     known = [name for name in names.values() if name and backend.token_to_id(name) is not None]
@@ -64,10 +87,10 @@ def _is_added(backend: tokenizers.Tokenizer, name: str) -> bool:
 
 def _vocabulary(backend: tokenizers.Tokenizer, decoder: object, names: Mapping[str, str], path: Path) -> Vocabulary:
     kinds = list(_decoder_kinds(decoder))
-    sentencepiece = "ByteFallback" in kinds or "Metaspace" in kinds
-    if not sentencepiece and "ByteLevel" not in kinds:
-        raise ModelError(f"{path}: its decoder is {', '.join(kinds) or 'missing'}; byte-level and sentencepiece ones are known")
-    spell = sentencepiece_piece if sentencepiece else byte_level_piece
+    sentencepiece, wordpiece = "ByteFallback" in kinds or "Metaspace" in kinds, "WordPiece" in kinds
+    if not sentencepiece and not wordpiece and "ByteLevel" not in kinds:
+        raise ModelError(f"{path}: its decoder is {', '.join(kinds) or 'missing'}; byte-level, sentencepiece and WordPiece ones are known")
+    spell = wordpiece_piece if wordpiece else sentencepiece_piece if sentencepiece else byte_level_piece
     vocabulary = backend.get_vocab(with_added_tokens=True)
     pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
@@ -76,7 +99,7 @@ def _vocabulary(backend: tokenizers.Tokenizer, decoder: object, names: Mapping[s
     for token_id, added_token in added.items():
         pieces[token_id] = added_token.content.encode()
     ids = frozenset(token_id for token_id, added_token in added.items() if added_token.special)
-    return Vocabulary(pieces, SpecialTokens(ids, **names), sentencepiece, _strips_space(decoder))
+    return Vocabulary(pieces, SpecialTokens(ids, **names), sentencepiece, wordpiece or _strips_space(decoder))
 
 
 def _decoder_kinds(decoder: object) -> Iterator[str]:
@@ -117,11 +140,15 @@ def _token_name(value: object) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _positive(config: Mapping[str, Any], name: str, path: Path) -> int:
+def _positive(config: Mapping[str, Any], name: str, path: Path, file: str = "config.json") -> int:
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{path / 'config.json'}: {name} is {value!r}; it must be a positive integer")
+        raise ModelError(f"{path / file}: {name} is {value!r}; it must be a positive integer")
     return value
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return _json(path, _MAX_CONFIG_BYTES) if path.exists() else {}
 
 
 def _json(path: Path, most: int) -> dict[str, Any]:

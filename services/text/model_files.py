@@ -18,6 +18,7 @@ class ModelFiles:
     template_source: str | None
     context_len: int
     vocab_size: int
+    dimensions: int = 0  # of the vectors that it makes of texts; 0: it generates text
 
 
 def read(path: Path) -> ModelFiles:
@@ -26,7 +27,7 @@ def read(path: Path) -> ModelFiles:
         raise ModelError(f"{path}: there is no such file or folder")
     if path.is_dir():
         folder = hf_folder.read(path)
-        return ModelFiles(folder.tokenizer, folder.template_source, folder.context_len, folder.vocab_size)
+        return ModelFiles(folder.tokenizer, folder.template_source, folder.context_len, folder.vocab_size, folder.dimensions)
     return _read_gguf(path)
 
 

@@ -11,6 +11,7 @@ from services.common import log, process, tls, tracing
 from services.common.process import announce
 from services.common.settings import SettingsError, read
 from services.worker.engine.config import ModelFileError
+from services.worker.engine.engine import Engine
 from services.worker.flight_record import FlightRecord, RecordedRunner
 from services.worker.loading import load
 from services.worker.settings import WorkerSettings
@@ -29,8 +30,10 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     record = FlightRecord(settings.flight_record_file) if settings.flight_record_file else None
     if record is not None:
         for engine, _ in loaded.models:
-            engine.runner = RecordedRunner(engine.runner, record)
-    worker = Worker(loaded.models, settings, arena=loaded.arena, identity=identity, died_with=record.before if record else ())
+            if isinstance(engine, Engine):  # nobody looks for who an encoder dies of: its inputs are bounded, and leave nothing behind
+                engine.runner = RecordedRunner(engine.runner, record)
+    died_with = record.before if record else ()
+    worker = Worker(loaded.models, settings, arena=loaded.arena, weights=loaded.weights, identity=identity, died_with=died_with)
     await worker.start()
     announce("listening", service="worker", address=worker.address, internal_address=worker.internal_address)
     guard = asyncio.create_task(guard_event_loop(), name="guard the event loop")

@@ -4,12 +4,16 @@ Read from the engine's own counters at each scrape, so that a step pays nothing 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from services.common.metrics import Figure, Rows
+from services.worker.engine.encoder import EncoderStats
 from services.worker.engine.engine import EngineStats
+from services.worker.sharing.device import Stats
 
 LABELS = ("model_name", "engine")
 
+OfOne = TypeVar("OfOne", EngineStats, EncoderStats)
 Read = Callable[[EngineStats], float]
 Split = Callable[[EngineStats], list[tuple[str, float]]]
 """Values of the one label more, each with its figure."""
@@ -85,8 +89,28 @@ _SPLIT_COUNTERS: tuple[tuple[str, str, str, Split], ...] = (
 )
 
 
-def figures(stats: Callable[[], Mapping[str, EngineStats]]) -> Iterator[Figure]:
-    """One for each name, with the series of every model. `stats` gives the engines' as they are, by model."""
+_ENCODER_GAUGES: tuple[tuple[str, str, Callable[[EncoderStats], float]], ...] = (
+    ("forebay_worker_embed_running", "Requests for vectors of which some inputs were computed.", lambda s: s.num_running),
+    ("forebay_worker_embed_waiting", "Requests for vectors of which no input was computed yet.", lambda s: s.num_waiting),
+)
+_ENCODER_COUNTERS: tuple[tuple[str, str, Callable[[EncoderStats], float]], ...] = (
+    ("forebay_worker_embedded_inputs", "Inputs turned into vectors.", lambda s: s.num_inputs),
+    ("forebay_worker_embedded_tokens", "Their tokens.", lambda s: s.num_computed_tokens),
+)
+
+
+def figures(all_stats: Callable[[], Mapping[str, Stats]]) -> Iterator[Figure]:
+    """One for each name, with the series of every model that has it. `all_stats` gives the engines' as they are, by model."""
+
+    def stats() -> Mapping[str, EngineStats]:
+        return {model: s for model, s in all_stats().items() if isinstance(s, EngineStats)}
+
+    def encoders() -> Mapping[str, EncoderStats]:
+        return {model: s for model, s in all_stats().items() if isinstance(s, EncoderStats)}
+
+    for encoder_table, is_counter in ((_ENCODER_GAUGES, False), (_ENCODER_COUNTERS, True)):
+        for name, text, read_encoder in encoder_table:
+            yield Figure(name, text, _one(encoders, read_encoder), LABELS, counter=is_counter)
     for table, is_counter in ((_GAUGES, False), (_COUNTERS, True)):
         for name, text, read in table:
             yield Figure(name, text, _one(stats, read), LABELS, counter=is_counter)
@@ -95,7 +119,7 @@ def figures(stats: Callable[[], Mapping[str, EngineStats]]) -> Iterator[Figure]:
             yield Figure(name, text, _several(stats, split), (*LABELS, label), counter=is_counter)
 
 
-def _one(stats: Callable[[], Mapping[str, EngineStats]], read: Read) -> Callable[[], Rows]:
+def _one(stats: Callable[[], Mapping[str, OfOne]], read: Callable[[OfOne], float]) -> Callable[[], Rows]:
     return lambda: [((model, "0"), read(s)) for model, s in stats().items()]
 
 

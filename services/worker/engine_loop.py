@@ -11,13 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.common import log
 from services.common.errors import Code, StatusError
-from services.worker.engine.engine import EngineStats
-from services.worker.engine.request import EngineRequest, InvalidRequest, RequestTooLarge, TokenOutput
-from services.worker.sharing.device import Progress, SharedDevice
+from services.worker.engine.request import InvalidRequest, RequestTooLarge
+from services.worker.sharing.device import Output, Progress, Request, SharedDevice, Stats
 from services.worker.watchdog import Limit
 
 SWITCH_INTERVAL_SECONDS = 0.0005
@@ -39,8 +38,8 @@ _logger = log.get(__name__)
 class Sink(Protocol):
     """Where a request's outputs go. Called on the event loop."""
 
-    def push(self, output: TokenOutput) -> None:
-        """New tokens of one choice."""
+    def push(self, output: Any) -> None:
+        """News of it: a TokenOutput of one choice, an EncodeOutput."""
 
     def fail(self, error: StatusError) -> None:
         """The request has ended like this; nothing follows."""
@@ -73,9 +72,9 @@ class Step:
 class Turn:
     """What the event loop takes from the thread at once: of some steps, perhaps one or none."""
 
-    stats: Mapping[str, EngineStats]  # by model
+    stats: Mapping[str, Stats]  # by model
     progress: Progress
-    outputs: list[TokenOutput] = field(default_factory=list)
+    outputs: Sequence[Output] = field(default_factory=list)
     refusals: list[tuple[str, StatusError]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
@@ -127,7 +126,7 @@ class EngineLoop:
         self._clock = clock
         self._observe = observe
         self._wake = threading.Condition()
-        self._commands: deque[EngineRequest | str] = deque()  # a request to add, or an id to abort
+        self._commands: deque[Request | str] = deque()  # a request to add, or an id to abort
         self._started = self._stopping = False
         self._open: dict[str, _Open] = {}
         self._progressed_at = clock()
@@ -149,7 +148,7 @@ class EngineLoop:
         self._thread.start()
         self._started = True
 
-    def add(self, request: EngineRequest, sink: Sink) -> None:
+    def add(self, request: Request, sink: Sink) -> None:
         """Hands a request over; its id must be new. What comes of it goes to `sink`."""
         assert request.request_id not in self._open, request.request_id
         if self.failed.done():
@@ -157,7 +156,7 @@ class EngineLoop:
             return
         if self.stalled_seconds == 0.0:
             self._progressed_at = self._clock()
-        self._open[request.request_id] = _Open(sink, request.n - len(request.finished_choices))
+        self._open[request.request_id] = _Open(sink, request.num_open_choices)
         if self._timer is None:
             self._timer = self._loop.call_at(self._next_beat(), self._tick)
         self._command(request)
@@ -226,7 +225,7 @@ class EngineLoop:
         """Tokens generated in the last second."""
         return self._window.tokens_per_second(self._clock())
 
-    def _command(self, command: EngineRequest | str) -> None:
+    def _command(self, command: Request | str) -> None:
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -259,7 +258,7 @@ class EngineLoop:
         if self._observe is not None:
             self._observe(turn)
 
-    def _hand_out(self, output: TokenOutput) -> None:
+    def _hand_out(self, output: Output) -> None:
         if (request := self._open.get(output.request_id)) is None:
             self.num_stale_outputs += 1
             return
@@ -291,7 +290,7 @@ class EngineLoop:
         finally:
             self._post(self._ended.set)
 
-    def _turn(self, commands: list[EngineRequest | str]) -> Turn:
+    def _turn(self, commands: list[Request | str]) -> Turn:
         refusals = self._apply(commands)
         started = self._clock()
         if not self._device.has_work:
@@ -311,7 +310,7 @@ class EngineLoop:
 
     def _say(self, turn: Turn, *, urgent: bool) -> None:
         """Leaves a turn to be collected, at once where somebody waits for it."""
-        urgent |= any(output.first_position == 0 or output.finish_reason is not None for output in turn.outputs)
+        urgent |= any(output.is_urgent for output in turn.outputs)
         with self._wake:
             self._unsaid.append(turn)
         if urgent or any(2 * step.seconds > TURN_SECONDS for step in turn.steps):
@@ -322,7 +321,7 @@ class EngineLoop:
             if not self._commands and not self._stopping:
                 self._wake.wait(IDLE_STEP_SECONDS)
 
-    def _apply(self, commands: list[EngineRequest | str]) -> list[tuple[str, StatusError]]:
+    def _apply(self, commands: list[Request | str]) -> list[tuple[str, StatusError]]:
         """Adds and aborts in order; answers which requests were refused, and why."""
         refusals = []
         for command in commands:
@@ -335,7 +334,7 @@ class EngineLoop:
                 refusals.append((command.request_id, StatusError(Code.INVALID_ARGUMENT, str(error), reason="REQUEST_REFUSED")))
         return refusals
 
-    def _take(self) -> list[EngineRequest | str] | None:
+    def _take(self) -> list[Request | str] | None:
         """The commands that came in; sleeps while there is neither a command nor work. None: stop."""
         with self._wake:
             while not self._commands and not self._stopping and not self._device.has_work:

@@ -9,6 +9,7 @@ from forebay.v1 import explain_pb2, scheduler_pb2, types_pb2, worker_pb2
 from services.common import tracing
 from services.common.errors import Code, StatusError, unavailable
 from services.common.tracing import Span
+from services.worker.embed_lease import EmbedLease, to_encoder
 from services.worker.engine.grammar import Grammar
 from services.worker.engine.request import EngineRequest, FinishReason, TokenOutput
 from services.worker.engine.timeline import Snapshot
@@ -16,6 +17,7 @@ from services.worker.engine_loop import EngineLoop
 from services.worker.metrics import Ended, Metrics
 from services.worker.outbox import Outbox, Pace
 from services.worker.spans import trace_request
+from services.worker.vector_outbox import VectorOutbox
 from services.worker.wire import Served, timeline, to_engine
 
 MAX_WAITING = 2
@@ -165,7 +167,7 @@ class Leases:
         self._max_sequences = max_sequences
         self._preemption = preemption
         self._pace = pace or Pace()
-        self._live: dict[str, Lease] = {}
+        self._live: dict[str, Lease | EmbedLease] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()  # request id -> highest epoch that is over
         self._idle = asyncio.Event()
         self.on_room = on_room
@@ -176,10 +178,7 @@ class Leases:
 
     def admit(self, message: worker_pb2.WorkerServiceGenerateRequest, served: Served, grammar: Grammar | None = None) -> Lease:
         """Hands a request and its compiled grammar to the engine. StatusError: stale epoch, bad value, too large, no room, draining."""
-        if self.draining:
-            raise unavailable("this worker is draining; place again", reason="DRAINING")
-        if not self._loop.healthy:
-            raise unavailable("the engine of this worker hangs or has failed; place again", reason="ENGINE_HANGS")
+        self._check_open()
         request = to_engine(message, served, grammar)
         self._supersede(message.request_id, message.epoch)
         lease = Lease(
@@ -196,7 +195,18 @@ class Leases:
         self._loop.add(request, lease)
         return lease
 
-    def end(self, lease: Lease) -> None:
+    def admit_embedding(self, message: worker_pb2.WorkerServiceEmbedRequest, served: Served) -> EmbedLease:
+        """As admit, of a request for vectors."""
+        self._check_open()
+        request = to_encoder(message, served)
+        self._supersede(message.request_id, message.epoch)
+        lease = EmbedLease(message.request_id, message.epoch, request, VectorOutbox(self._pace), self._metrics[served.model], served)
+        self._check_room(lease)
+        self._live[lease.request_id] = lease
+        self._loop.add(request, lease)
+        return lease
+
+    def end(self, lease: Lease | EmbedLease) -> None:
         """Ends a lease in whatever state; its blocks are free after the engine's current step. Idempotent."""
         if self._live.get(lease.request_id) is not lease:
             return
@@ -255,7 +265,7 @@ class Leases:
             if lease is not None:
                 yield lease.span
 
-    def is_waiting(self, lease: Lease) -> bool:
+    def is_waiting(self, lease: Lease | EmbedLease) -> bool:
         """True while a lease has work left and holds no blocks."""
         return lease.num_sequences > 0 and self._loop.last_turn.progress.get(lease.request.request_id, (0, 0))[1] == 0
 
@@ -270,6 +280,13 @@ class Leases:
             return False
         return True
 
+    def _check_open(self) -> None:
+        """Refuses while nothing new is taken at all."""
+        if self.draining:
+            raise unavailable("this worker is draining; place again", reason="DRAINING")
+        if not self._loop.healthy:
+            raise unavailable("the engine of this worker hangs or has failed; place again", reason="ENGINE_HANGS")
+
     def _supersede(self, request_id: str, epoch: int) -> None:
         """A higher epoch ends the older one; an equal or lower one is refused."""
         live = self._live.get(request_id)
@@ -281,7 +298,7 @@ class Leases:
             live.fail(StatusError(Code.FAILED_PRECONDITION, f"epoch {epoch} has taken this request over", reason="STALE_EPOCH"))
             self.end(live)
 
-    def _check_room(self, new: Lease) -> None:
+    def _check_room(self, new: Lease | EmbedLease) -> None:
         """Refuses what would wait too long. Only leases of the same or a higher class count: the engine preempts the others for it."""
         lowest = new.request.latency_class if self._preemption else types_pb2.LATENCY_CLASS_BATCH
         fellows = [lease for lease in self._live.values() if lease.served is new.served]
@@ -301,12 +318,12 @@ class Leases:
             else:
                 num_starved += lease.num_sequences
 
-    def _num_blocks(self, leases: Iterable[Lease]) -> int:
+    def _num_blocks(self, leases: Iterable[Lease | EmbedLease]) -> int:
         """Blocks that they held after the last turn."""
         held = self._loop.last_turn.progress
         return sum(held.get(lease.request.request_id, (0, 0))[1] for lease in leases)
 
-    def _refuse(self, lease: Lease, why: str) -> None:
+    def _refuse(self, lease: Lease | EmbedLease, why: str) -> None:
         lease.metrics.refused.inc()
         raise StatusError(Code.RESOURCE_EXHAUSTED, f"no room on this worker: {why}; place again", reason="NO_ROOM")
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
 
-from services.common.metrics import Figure, counter, exemplar
-from services.worker import device_figures, engine_figures
-from services.worker.engine.engine import EngineStats
+from services.common.metrics import Figure, Rows, counter, exemplar
+from services.worker import device_figures, engine_figures, weights_figures
 from services.worker.engine_figures import LABELS
+from services.worker.sharing.device import Stats
+from services.worker.sharing.weights import Weights
 from services.worker.telemetry import Sensors
 from services.worker.throughput import Throughput
 
@@ -189,6 +190,8 @@ class WorkerMetrics:
         theta = "Sequences per second that lengths, cache and step times of the last minute allow."
         self._add_known("forebay_worker_theta_max", theta, Throughput.theta_max)
         self._add_known("forebay_worker_theta_share", "What the sequences of the last minute came to of theta_max.", Throughput.share)
+        words = "Sum over the models of what each came to of its theta_max: below 1 they share the device at no cost to each other."
+        registry.register(Figure("forebay_worker_sharing_load", words, self._sharing_load))
         self._healthy = Gauge(
             "forebay_worker_step_loop_healthy", "0 while the step loop has work and makes no progress.", LABELS, registry=registry
         )
@@ -199,22 +202,35 @@ class WorkerMetrics:
         for metrics in self.models.values():
             self._healthy.labels(*metrics.labels).set(healthy)
 
-    def watch(self, stats: Callable[[], Mapping[str, EngineStats]], num_stale_outputs: Callable[[], int], sensors: Sensors) -> None:
-        """Shows what engines, loop and device say of themselves whenever they are asked for. `stats` by model."""
-        for figure in (*engine_figures.figures(stats), *device_figures.figures(sensors)):
+    def watch(
+        self,
+        stats: Callable[[], Mapping[str, Stats]],
+        num_stale_outputs: Callable[[], int],
+        sensors: Sensors,
+        weights: Weights | None = None,
+    ) -> None:
+        """Shows what engines, loop, device and weights say of themselves whenever they are asked for. `stats` by model."""
+        of_weights = () if weights is None else weights_figures.figures(weights)
+        for figure in (*engine_figures.figures(stats), *device_figures.figures(sensors), *of_weights):
             self._registry.register(figure)
         words = "Outputs of requests that had ended already; dropped."
         self._registry.register(counter("forebay_worker_stale_outputs", words, num_stale_outputs))
 
     def describe_caches(self, facts: Sequence[Mapping[str, object]]) -> None:
         """What holds of each cache for the worker's life, by vLLM's names, and that there are no adapters: balancers look for both."""
-        names = sorted(facts[0])
+        names = sorted(facts[0]) if facts else []
         info = Gauge("vllm:cache_config_info", "1, with the cache's settings.", (*names, "engine"), registry=self._registry)
         for cache in facts:
             info.labels(*(str(cache[name]) for name in names), "0").set(1)
         labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         adapters = Gauge("vllm:lora_requests_info", "When adapters were last looked at.", labels, registry=self._registry)
         adapters.labels("0", "", "").set_to_current_time()
+
+    def _sharing_load(self) -> Rows:
+        """Each theta_max is of the whole cache, so it is lambda / mu summed (SPEC 7). No row while nobody knows any."""
+        now = time.monotonic()
+        shares = [share for metrics in self.models.values() if (share := metrics.throughput.share(now)) is not None]
+        return [((), sum(shares))] if shares else []
 
     def _add_known(self, name: str, text: str, read: Callable[[Throughput, float], float | None]) -> None:
         """A gauge that has no series where nobody knows it."""

@@ -1,14 +1,15 @@
-"""WorkerService: one Generate call is one lease. The call's end, however it comes, is the lease's end."""
+"""WorkerService: one Generate or Embed call is one lease. The call's end, however it comes, is the lease's end."""
 
 import asyncio
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import grpc
 
 from forebay.v1 import worker_pb2, worker_pb2_grpc
 from services.common import errors, tracing
 from services.common.errors import Code, StatusError
+from services.worker.embed_lease import EmbedLease
 from services.worker.grammars import compiled
 from services.worker.leases import Lease, Leases
 from services.worker.outbox import News, Pace
@@ -23,6 +24,10 @@ LEAST_SECONDS = 0.002
 Request = worker_pb2.WorkerServiceGenerateRequest
 Response = worker_pb2.WorkerServiceGenerateResponse
 Context = grpc.aio.ServicerContext[Request, Response]
+EmbedRequest = worker_pb2.WorkerServiceEmbedRequest
+EmbedResponse = worker_pb2.WorkerServiceEmbedResponse
+EmbedContext = grpc.aio.ServicerContext[EmbedRequest, EmbedResponse]
+AnyContext = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
@@ -57,6 +62,32 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self._leases.end(lease)
 
+    async def Embed(self, request: EmbedRequest, context: EmbedContext) -> None:  # type: ignore[override]  # as Generate
+        """Runs a leased request for vectors; see worker.proto."""
+        try:
+            deadline = _deadline(context)
+            lease = self._leases.admit_embedding(request, target(request, self._models, self._incarnation))
+        except StatusError as error:
+            await errors.abort(context, error)
+        lease.span = tracing.current()
+        context.add_done_callback(lambda _: self._leases.end(lease))  # type: ignore[arg-type]  # as Generate
+        try:
+            await self._stream_vectors(lease, context, deadline)
+        except StatusError as error:
+            self._leases.end(lease)
+            await errors.abort(context, error)
+        finally:
+            self._leases.end(lease)
+
+    async def _stream_vectors(self, lease: EmbedLease, context: EmbedContext, deadline: float | None) -> None:
+        await self._write(context, EmbedResponse(accepted=worker_pb2.Accepted(fingerprint=lease.served.fingerprint)))
+        while (news := await lease.outbox.next(deadline)) is not News.ENDED:
+            if news is News.SILENCE:
+                await self._write(context, EmbedResponse(ping=worker_pb2.Ping(waiting=lease.is_waiting)))
+            else:
+                await self._write(context, EmbedResponse(vectors=news))
+        await self._write(context, EmbedResponse(completed=worker_pb2.Completed(usage=lease.usage, timeline=lease.told_timeline)))
+
     async def _stream(self, lease: Lease, context: Context, deadline: float | None) -> None:
         await self._write(context, Response(accepted=worker_pb2.Accepted(fingerprint=lease.served.fingerprint)))
         told = None
@@ -70,7 +101,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 await self._write(context, Response(deltas=news))
         await self._write(context, Response(completed=worker_pb2.Completed(usage=lease.usage, timeline=lease.told_timeline)))
 
-    async def _write(self, context: Context, response: Response) -> None:
+    async def _write(self, context: AnyContext, response: Response | EmbedResponse) -> None:
         """Sends a message; StatusError where the reader doesn't take it."""
         try:
             async with asyncio.timeout(self._pace.write_seconds):
@@ -80,7 +111,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise StatusError(Code.RESOURCE_EXHAUSTED, message, reason="SLOW_READER") from None
 
 
-def _deadline(context: Context) -> float | None:
+def _deadline(context: AnyContext) -> float | None:
     """The call's deadline by the event loop's clock. StatusError where it has passed on arrival."""
     remaining = cast("float | None", context.time_remaining())  # the stub forgets calls without a deadline
     if remaining is None:

@@ -1,5 +1,6 @@
 """What a worker reads from its environment. Read once, in __main__."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -60,6 +61,13 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="host memory for blocks that the prefix cache evicts, such as 8GiB; beside a CPU's cache, more kv_memory is better",
     )
+    device_memory: ByteSize | None = Field(
+        None,
+        gt=0,
+        description="of the device, for weights, cache and workspace of all models, such as 24GB; models take turns where their weights "
+        "don't fit at once; default: all stay",
+    )
+    pinned_models: str = Field("", description="names of models that never give way to others in device_memory, separated by commas")
     preemption: bool = Field(True, description="whether a request may take room that less urgent ones hold")
     swap_memory: ByteSize = Field(
         ByteSize(128_000_000),
@@ -71,11 +79,13 @@ class WorkerSettings(ServiceSettings):
     )
     drain_seconds: float = Field(30.0, ge=0, description="after SIGTERM, how long running requests may go on")
 
-    def by_model(self) -> list[Self]:
-        """The settings of each model by itself, with its equal part of the memory."""
+    def by_model(self, has_cache: Callable[[Path], bool] = lambda _: True) -> list[Self]:
+        """The settings of each model by itself, with an equal part of the memory for each that has a cache."""
         entries = [entry.strip() for entry in self.model.split(",") if entry.strip()]
-        parts = {name: ByteSize(getattr(self, name) // max(1, len(entries))) for name in ("kv_memory", "host_memory", "swap_memory")}
-        return [self.model_copy(update={"model": entry, **parts}) for entry in entries]
+        each = [self.model_copy(update={"model": entry}) for entry in entries]
+        num_caches = sum(has_cache(one.model_path) for one in each)
+        parts = {name: ByteSize(getattr(self, name) // max(1, num_caches)) for name in ("kv_memory", "host_memory", "swap_memory")}
+        return [one.model_copy(update=parts) for one in each]
 
     @property
     def model_path(self) -> Path:

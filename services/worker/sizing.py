@@ -1,6 +1,6 @@
 """How large each engine is: levels, cache formats, and the memory of its blocks, by itself or in an arena with other models'."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,10 @@ CPU_DRAFTS = 8
 
 FLOOR_PART = 8
 """Of its equal part of the pages, one in so many is kept for a model though it rests: it can begin at once."""
+
+
+RESERVE_PART = 20
+"""One part of so many of device_memory stays free."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,29 @@ def shared_configs(settings: WorkerSettings, models: Mapping[str, tuple[WorkerSe
         for name, config in configs.items()
     }
     return Shared(arena, pages, sized, pools)
+
+
+def weights_budget(settings: WorkerSettings, shapes: Sequence[tuple[EngineConfig, ModelConfig]]) -> int:
+    """Bytes of FOREBAY_DEVICE_MEMORY that cache, workspaces and a reserve leave for weights. SettingsError: none, or too many."""
+    total, cache = int(settings.device_memory or 0), int(settings.kv_memory)
+    workspace, reserve = sum(workspace_bytes(*shape) for shape in shapes), total // RESERVE_PART
+    budget = total - cache - workspace - reserve
+    if budget <= 0:
+        raise SettingsError(
+            f"FOREBAY_DEVICE_MEMORY={total} leaves nothing for weights: FOREBAY_KV_MEMORY takes {cache} bytes, workspaces {workspace}, "
+            f"the reserve {reserve}"
+        )
+    available = psutil.virtual_memory().available
+    if settings.device == "cpu" and budget > available:
+        raise SettingsError(f"FOREBAY_DEVICE_MEMORY={total} has {budget} bytes for weights; this host has {available} left: lower it")
+    return budget
+
+
+def workspace_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """About what a step's activations and logits take at most."""
+    queries, heads = model.num_heads * model.head_dim, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    per_token = 4 * (3 * model.hidden_size + heads + 2 * queries + model.intermediate_size)
+    return config.max_step_tokens * per_token * 3 // 2 + config.max_sequences * 4 * (model.vocab_size + model.hidden_size)
 
 
 def _check_fits(settings: WorkerSettings, config: EngineConfig, num_bytes: int) -> None:
@@ -144,15 +171,16 @@ def _host_blocks(settings: WorkerSettings, block_bytes: int, available: int) -> 
 
 def fingerprint(config: EngineConfig, model: ModelConfig) -> str:
     """Names what equal token ids depend on besides the weights' version: level, cache format, runner."""
-    if compiled := backend.kernels(config, model):
-        runner = compiled.name
-    else:
-        on_cpu = config.device == "cpu"
-        device = "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if on_cpu else torch.cuda.get_device_name(config.device)
-        runner = f"torch-{torch.__version__.partition('+')[0]}-{device}".replace(" ", "-")
+    runner = compiled.name if (compiled := backend.kernels(config, model)) else torch_runner(config.device)
     # Under the rejection rule the drafts decide, too.
     rule = f"/{config.verification}" if config.speculation and config.verification is Verification.REJECTION else ""
     return f"{config.level}/kv-{config.cache_format}/{runner}{rule}"
+
+
+def torch_runner(device: str) -> str:
+    """Names what computes on a device by torch."""
+    name = "cpu-" + torch.backends.cpu.get_cpu_capability().lower() if device == "cpu" else torch.cuda.get_device_name(device)
+    return f"torch-{torch.__version__.partition('+')[0]}-{name}".replace(" ", "-")
 
 
 def _level(config: EngineConfig, path: Path, model: ModelConfig) -> str:

@@ -47,10 +47,14 @@ class Served:
     num_blocks: int
     max_model_len: int
     compiler: Compiler | None = None  # None: the model's files have no tokenizer that grammars could be compiled for
+    dimensions: int = 0  # of the vectors that it makes of inputs; 0: it generates
+    max_call_tokens: int = 0  # of all inputs of a call, where it has several; 0: max_model_len
 
 
-def target(request: worker_pb2.WorkerServiceGenerateRequest, models: Mapping[str, Served], incarnation: str) -> Served:
-    """The model that is meant. StatusError for another worker, model or version."""
+def target(
+    request: worker_pb2.WorkerServiceGenerateRequest | worker_pb2.WorkerServiceEmbedRequest, models: Mapping[str, Served], incarnation: str
+) -> Served:
+    """The model that is meant. StatusError for another worker, model or version, or a model that does something else."""
     if request.incarnation != incarnation:
         raise StatusError(
             Code.FAILED_PRECONDITION, "the lease is for an earlier start of this worker; place again", reason="STALE_INCARNATION"
@@ -61,6 +65,8 @@ def target(request: worker_pb2.WorkerServiceGenerateRequest, models: Mapping[str
     if request.model_version != served.version:
         message = f"version {request.model_version!r} of {served.model!r} isn't here; this worker has {served.version!r}"
         raise StatusError(Code.FAILED_PRECONDITION, message, reason="MODEL_VERSION")
+    if isinstance(request, worker_pb2.WorkerServiceEmbedRequest) != bool(served.dimensions):
+        raise invalid("model", f"{served.model!r} {'makes vectors: use Embed' if served.dimensions else 'generates tokens: use Generate'}")
     return served
 
 

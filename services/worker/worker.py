@@ -17,6 +17,7 @@ from services.common.errors import Code, StatusError, unavailable
 from services.common.process import InternalHttp
 from services.common.tls import Identity
 from services.worker.engine.config import EngineConfig
+from services.worker.engine.encoder import Encoder
 from services.worker.engine.engine import Engine, EngineStats
 from services.worker.engine_loop import EngineLoop, Turn
 from services.worker.flight_record import InFlight
@@ -28,6 +29,7 @@ from services.worker.server import CALLERS, WorkerService
 from services.worker.settings import WorkerSettings
 from services.worker.sharing.arena import Arena
 from services.worker.sharing.device import SharedDevice
+from services.worker.sharing.weights import Weights
 from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
@@ -50,7 +52,7 @@ class Worker:
 
     def __init__(
         self,
-        models: Sequence[tuple[Engine, Served]],
+        models: Sequence[tuple[Engine | Encoder, Served]],
         settings: WorkerSettings,
         *,
         pace: Pace | None = None,
@@ -59,25 +61,28 @@ class Worker:
         identity: Identity | None = None,
         died_with: Sequence[InFlight] = (),
         arena: Arena | None = None,
+        weights: Weights | None = None,
     ) -> None:
         """`clock` times the engines' steps, and so tells when they hang. `died_with`: what the last start's last step held."""
         self._died_with = died_with
         self._identity = identity
         self.incarnation = secrets.token_hex(8)
         engines = {served.model: engine for engine, served in models}
+        tenants = {model: engine for model, engine in engines.items() if isinstance(engine, Engine)}
         self._models = {served.model: served for _, served in models}
-        self._max_step_tokens = max(engine.config.max_step_tokens for engine in engines.values())
+        self._max_step_tokens = max((engine.config.max_step_tokens for engine in tenants.values()), default=settings.max_step_tokens)
         self._settings = settings
+        self._weights = weights
         registry = CollectorRegistry()
         self._metrics = _metrics(registry, self._models.values(), settings)
-        self.loop = EngineLoop(SharedDevice(engines, arena, engines), clock=clock, observe=self._observe)
+        self.loop = EngineLoop(SharedDevice(engines, arena, tenants, weights), clock=clock, observe=self._observe)
         self.leases = Leases(
             self.loop, self._metrics.models, max_sequences=settings.max_sequences, preemption=settings.preemption, pace=pace
         )
         self._service = WorkerService(self.leases, self._models, self.incarnation, pace=pace)
         self._sensors = Sensors(settings.device)
-        self._metrics.watch(lambda: self.loop.last_turn.stats, lambda: self.loop.num_stale_outputs, self._sensors)
-        self._metrics.describe_caches([_cache_facts(engine.config, served) for engine, served in models])
+        self._metrics.watch(lambda: self.loop.last_turn.stats, lambda: self.loop.num_stale_outputs, self._sensors, weights)
+        self._metrics.describe_caches([_cache_facts(engine.config, served) for engine, served in models if isinstance(engine, Engine)])
         self._server = rpc.server([Callers(CALLERS)] if identity else [])
         self._internal = InternalHttp(settings.internal_address, registry, self.why_not_ready, sound=self._why_not_sound)
         self._beat = beat
@@ -189,11 +194,16 @@ class Worker:
             drained=self._drained,
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),
-            loaded_models=list(self._models),
-            step_time=_slowest(stats),
-            num_prefill_tokens=sum(s.num_prefill_tokens for s in stats),
+            loaded_models=self._loaded_models,
+            step_time=_slowest(s for s in stats if isinstance(s, EngineStats)),
+            num_prefill_tokens=sum(s.num_prefill_tokens for s in stats if isinstance(s, EngineStats)),
             celsius_per_second=self._sensors.celsius_per_second,
         )
+
+    @property
+    def _loaded_models(self) -> list[str]:
+        """Those that can step at once."""
+        return list(self._models) if self._weights is None else self._weights.on_device(self._models)
 
     def _register(self) -> scheduler_pb2.Register:
         settings, reading = self._settings, self._sensors.read()
@@ -278,6 +288,7 @@ def _told(served: Served) -> scheduler_pb2.WorkerModel:
         max_model_len=served.max_model_len,
         loaded=True,
         fingerprint=served.fingerprint,
+        max_call_tokens=served.max_call_tokens,
     )
 
 

@@ -101,7 +101,8 @@ def test_ps(mesh: Mesh) -> None:
 
 
 def test_models(mesh: Mesh) -> None:
-    (model,) = json.loads(mesh.forebay("models", "--json").stdout)["models"]
+    embedding, model = json.loads(mesh.forebay("models", "--json").stdout)["models"]
+    assert (embedding["name"], embedding["capabilities"], model["capabilities"]) == ("all-minilm-l6-v2", ["embed"], ["generate"])
     assert model["name"] == mesh.model
     assert model["ready"]
     assert mesh.model in mesh.forebay("models").stdout

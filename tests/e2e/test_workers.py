@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from forebay.v1 import admin_pb2, inference_pb2, inference_pb2_grpc, types_pb2
+from services.cli.models import default
 from tests.e2e import mesh as meshes
 from tests.tiny_models import make_model
 
@@ -188,3 +190,22 @@ async def test_one_worker_may_serve_every_model_at_once(tiny: tuple[Path, str], 
         assert set(answers[::2]) == {tiny[1]}
         assert len(set(answers[1::2])) == 1
         mesh.wait_until_idle()
+
+
+async def test_models_whose_weights_do_not_fit_at_once_take_turns(tmp_path: Path) -> None:
+    """Twice the same weights, and room for them once."""
+    twin = shutil.copy(default().path, tmp_path / "twin.gguf")
+    both = ("--model", "smollm2-135m-instruct", "--model", f"{twin}=twin", "--level", "int4")
+    with meshes.running(tmp_path / "home", "--share", "--kv-memory", "64MB", "--device-memory", "250MB", *both) as mesh:
+        async with mesh.async_openai() as client:
+
+            async def ask(model: str) -> str:
+                asked = client.completions.create(model=model, prompt="Two", temperature=0, max_tokens=16, extra_body={"ignore_eos": True})
+                return (await asked).choices[0].text
+
+            answers = await asyncio.gather(*(ask(model) for model in ("smollm2-135m-instruct", "twin") * 3))
+        assert len(set(answers)) == 1
+        mesh.wait_until_idle()
+        [worker] = mesh.fleet()["workers"]
+        assert len(worker["registration"]["models"]) == 2
+        assert len(worker["heartbeat"]["loaded_models"]) == 1

@@ -529,6 +529,168 @@ class ChatResponse(_message.Message):
 Global___ChatResponse: _TypeAlias = ChatResponse  # noqa: Y015
 
 @_typing.final
+class EmbedRequest(_message.Message):
+    """Texts to turn into vectors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    LATENCY_CLASS_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """A name or alias from ListModels. May be empty where the org may use one model that embeds."""
+    dimensions: _builtins.int
+    """Numbers of each vector that are wanted, from the first; then it is of length 1 again. Default: all, as the model has them."""
+    latency_class: _types_pb2.LatencyClass.ValueType
+    """How urgent; unspecified: the org's default, standard where it has none."""
+    label: _builtins.str
+    """The client's own id, up to 128 printable characters. Echoed, never used as a key."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
+        """1 to 2048, all texts or all tokens, 4 MiB of text together."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___EmbedInput] | None = ...,
+        dimensions: _builtins.int | None = ...,
+        latency_class: _types_pb2.LatencyClass.ValueType = ...,
+        label: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "dimensions", b"dimensions"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "dimensions", b"dimensions", "inputs", b"inputs", "label", b"label", "latency_class", b"latency_class", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
+    _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedInput(_message.Message):
+    """One input: at most the model's max_model_len in tokens, those that its tokenizer puts around a text included."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text, tokenised by the model's tokenizer."""
+    @_builtins.property
+    def tokens(self) -> _types_pb2.TokenIds:
+        """Token ids, taken as they are."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        tokens: _types_pb2.TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___EmbedInput: _TypeAlias = EmbedInput  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    """One event of a request for vectors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STARTED_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def started(self) -> Global___Started:
+        """First. It has no seed."""
+
+    @_builtins.property
+    def embeddings(self) -> Global___Embeddings:
+        """Any number; together one vector for each input."""
+
+    @_builtins.property
+    def finished(self) -> Global___Finished:
+        """Last. It has no reasons."""
+
+    def __init__(
+        self,
+        *,
+        started: Global___Started | None = ...,
+        embeddings: Global___Embeddings | None = ...,
+        finished: Global___Finished | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "embeddings", "finished"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embeddings(_message.Message):
+    """Some vectors, in any order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embeddings: _TypeAlias = Embeddings  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """One vector."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which input it is of, from 0."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The vector."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
+
+@_typing.final
 class CountTokensRequest(_message.Message):
     """A text to count."""
 
@@ -746,6 +908,7 @@ class Model(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What to put into a request's model field."""
     version: _builtins.str
@@ -753,20 +916,22 @@ class Model(_message.Message):
     level: _builtins.str
     """Weights level: fp32, bf16, int8 or int4."""
     max_model_len: _builtins.int
-    """Context length in tokens, prompt and output together."""
+    """Context length in tokens, prompt and output together; of a model that embeds, longest input."""
     vocab_size: _builtins.int
     """Tokens in the vocabulary."""
     ready: _builtins.bool
     """Whether a live worker has it loaded now."""
     created_unix_seconds: _builtins.int
     """Seconds since the epoch at which the gateway took it up."""
+    dimensions: _builtins.int
+    """Numbers in a vector of a model that embeds; else 0."""
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Other names for it."""
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What it does: "generate"."""
+        """What it does: "generate" or "embed"."""
 
     def __init__(
         self,
@@ -780,10 +945,11 @@ class Model(_message.Message):
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
         ready: _builtins.bool = ...,
         created_unix_seconds: _builtins.int = ...,
+        dimensions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "capabilities", b"capabilities", "created_unix_seconds", b"created_unix_seconds", "level", b"level", "max_model_len", b"max_model_len", "name", b"name", "ready", b"ready", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "capabilities", b"capabilities", "created_unix_seconds", b"created_unix_seconds", "dimensions", b"dimensions", "level", b"level", "max_model_len", b"max_model_len", "name", b"name", "ready", b"ready", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -822,7 +988,7 @@ class BatchHeader(_message.Message):
     INPUT_FILE_ID_FIELD_NUMBER: _builtins.int
     FILENAME_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
-    """What its lines call: /v1/chat/completions or /v1/completions."""
+    """What its lines call: /v1/chat/completions, /v1/completions or /v1/embeddings."""
     window_hours: _builtins.int
     """Hours in which it is to be done, 1 .. 24; 0: 24."""
     idempotency_key: _builtins.str

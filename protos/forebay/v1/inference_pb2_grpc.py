@@ -49,6 +49,11 @@ class InferenceServiceStub:
                 request_serializer=forebay_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=forebay_dot_v1_dot_inference__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_stream(
+                '/forebay.v1.InferenceService/Embed',
+                request_serializer=forebay_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.CountTokens = channel.unary_unary(
                 '/forebay.v1.InferenceService/CountTokens',
                 request_serializer=forebay_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
@@ -108,6 +113,13 @@ class InferenceServiceServicer:
 
     def Chat(self, request, context):
         """Answers a conversation, rendered by the model's own template.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Turns texts into vectors, with a model that embeds. INVALID_ARGUMENT names the field: an input that is too long is never cut.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,6 +194,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Chat,
                     request_deserializer=forebay_dot_v1_dot_inference__pb2.ChatRequest.FromString,
                     response_serializer=forebay_dot_v1_dot_inference__pb2.ChatResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=forebay_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'CountTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.CountTokens,
@@ -283,6 +300,33 @@ class InferenceService:
             '/forebay.v1.InferenceService/Chat',
             forebay_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
             forebay_dot_v1_dot_inference__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forebay.v1.InferenceService/Embed',
+            forebay_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            forebay_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,8 @@ class InferenceServiceStub:
     """Continues a prompt. INVALID_ARGUMENT names the field, its value and its limit."""
     Chat: _grpc.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]
     """Answers a conversation, rendered by the model's own template."""
+    Embed: _grpc.UnaryStreamMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Turns texts into vectors, with a model that embeds. INVALID_ARGUMENT names the field: an input that is too long is never cut."""
     CountTokens: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]
     """Counts a text's tokens, and returns them."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
@@ -75,6 +77,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Continues a prompt. INVALID_ARGUMENT names the field, its value and its limit."""
     Chat: _aio.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]  # type: ignore[assignment]
     """Answers a conversation, rendered by the model's own template."""
+    Embed: _aio.UnaryStreamMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Turns texts into vectors, with a model that embeds. INVALID_ARGUMENT names the field: an input that is too long is never cut."""
     CountTokens: _aio.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Counts a text's tokens, and returns them."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
@@ -117,6 +121,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.ChatResponse], _abc.AsyncIterator[_inference_pb2.ChatResponse]]:
         """Answers a conversation, rendered by the model's own template."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.EmbedResponse], _abc.AsyncIterator[_inference_pb2.EmbedResponse]]:
+        """Turns texts into vectors, with a model that embeds. INVALID_ARGUMENT names the field: an input that is too long is never cut."""
 
     @_abc_1.abstractmethod
     def CountTokens(

@@ -662,6 +662,7 @@ class WorkerModel(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MAX_CALL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """"name@level"."""
     version: _builtins.str
@@ -676,6 +677,8 @@ class WorkerModel(_message.Message):
     """Loaded and ready to run."""
     fingerprint: _builtins.str
     """Compared by clients: weights level, cache format and runner."""
+    max_call_tokens: _builtins.int
+    """Tokens of all inputs of a call, at most, where a call has several and no cache must hold them: vectors. 0: as max_model_len."""
     def __init__(
         self,
         *,
@@ -686,10 +689,11 @@ class WorkerModel(_message.Message):
         max_model_len: _builtins.int = ...,
         loaded: _builtins.bool = ...,
         fingerprint: _builtins.str = ...,
+        max_call_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "loaded", b"loaded", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "fingerprint", b"fingerprint", "loaded", b"loaded", "max_call_tokens", b"max_call_tokens", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

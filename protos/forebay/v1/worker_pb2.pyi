@@ -113,6 +113,134 @@ class WorkerServiceGenerateRequest(_message.Message):
 Global___WorkerServiceGenerateRequest: _TypeAlias = WorkerServiceGenerateRequest  # noqa: Y015
 
 @_typing.final
+class WorkerServiceEmbedRequest(_message.Message):
+    """A leased request for vectors. After a move it has the inputs alone that the gateway has no vector of yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ORG_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_VERSION_FIELD_NUMBER: _builtins.int
+    LATENCY_CLASS_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request."""
+    epoch: _builtins.int
+    """Epoch of the lease."""
+    incarnation: _builtins.str
+    """Incarnation that the lease was given for."""
+    org: _builtins.str
+    """Org of the verified token."""
+    model: _builtins.str
+    """"name@level"."""
+    model_version: _builtins.str
+    """Hash over the weights; another version is refused."""
+    latency_class: _types_pb2.LatencyClass.ValueType
+    """Never unspecified."""
+    dimensions: _builtins.int
+    """Numbers of each vector that are wanted, from the first; then it is of length 1 again. 0: all, as the encoder has them."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenIds]:
+        """Each of at least one token and at most the encoder's longest input; at most 2048."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        org: _builtins.str = ...,
+        model: _builtins.str = ...,
+        model_version: _builtins.str = ...,
+        latency_class: _types_pb2.LatencyClass.ValueType = ...,
+        inputs: _abc.Iterable[_types_pb2.TokenIds] | None = ...,
+        dimensions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "epoch", b"epoch", "incarnation", b"incarnation", "inputs", b"inputs", "latency_class", b"latency_class", "model", b"model", "model_version", b"model_version", "org", b"org", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerServiceEmbedRequest: _TypeAlias = WorkerServiceEmbedRequest  # noqa: Y015
+
+@_typing.final
+class WorkerServiceEmbedResponse(_message.Message):
+    """News of a request for vectors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    VECTORS_FIELD_NUMBER: _builtins.int
+    PING_FIELD_NUMBER: _builtins.int
+    COMPLETED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def accepted(self) -> Global___Accepted:
+        """First: the engine has it."""
+
+    @_builtins.property
+    def vectors(self) -> Global___Vectors:
+        """New vectors."""
+
+    @_builtins.property
+    def ping(self) -> Global___Ping:
+        """Nothing new, but alive."""
+
+    @_builtins.property
+    def completed(self) -> Global___Completed:
+        """Last: every input has its vector."""
+
+    def __init__(
+        self,
+        *,
+        accepted: Global___Accepted | None = ...,
+        vectors: Global___Vectors | None = ...,
+        ping: Global___Ping | None = ...,
+        completed: Global___Completed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "event", b"event", "ping", b"ping", "vectors", b"vectors"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "event", b"event", "ping", b"ping", "vectors", b"vectors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "vectors", "ping", "completed"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___WorkerServiceEmbedResponse: _TypeAlias = WorkerServiceEmbedResponse  # noqa: Y015
+
+@_typing.final
+class Vectors(_message.Message):
+    """Vectors of some inputs, in the order in which they were computed. A message stays below 2 MiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEXES_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    """Their vectors one behind another: little-endian float32, equally many of each."""
+    @_builtins.property
+    def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which inputs of the request."""
+
+    def __init__(
+        self,
+        *,
+        indexes: _abc.Iterable[_builtins.int] | None = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["indexes", b"indexes", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Vectors: _TypeAlias = Vectors  # noqa: Y015
+
+@_typing.final
 class WorkerServiceGenerateResponse(_message.Message):
     """News of a request."""
 

@@ -40,6 +40,11 @@ class WorkerServiceStub:
                 request_serializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceGenerateRequest.SerializeToString,
                 response_deserializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceGenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_stream(
+                '/forebay.v1.WorkerService/Embed',
+                request_serializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceEmbedRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceEmbedResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -54,6 +59,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Turns a leased request's inputs into vectors, as Generate: Accepted, Vectors as they are computed, Completed; a Ping in every second
+        without other news; the same refusals.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +74,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceGenerateRequest.FromString,
                     response_serializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceGenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceEmbedRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceEmbedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +109,33 @@ class WorkerService:
             '/forebay.v1.WorkerService/Generate',
             forebay_dot_v1_dot_worker__pb2.WorkerServiceGenerateRequest.SerializeToString,
             forebay_dot_v1_dot_worker__pb2.WorkerServiceGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forebay.v1.WorkerService/Embed',
+            forebay_dot_v1_dot_worker__pb2.WorkerServiceEmbedRequest.SerializeToString,
+            forebay_dot_v1_dot_worker__pb2.WorkerServiceEmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class WorkerServiceStub:
     """Runs a leased request to its end. Cancelling the call frees its blocks. The first message is Accepted; a Ping comes in
     every second without other news. RESOURCE_EXHAUSTED: no room after all, place again. FAILED_PRECONDITION: stale epoch or incarnation.
     """
+    Embed: _grpc.UnaryStreamMultiCallable[_worker_pb2.WorkerServiceEmbedRequest, _worker_pb2.WorkerServiceEmbedResponse]
+    """Turns a leased request's inputs into vectors, as Generate: Accepted, Vectors as they are computed, Completed; a Ping in every second
+    without other news; the same refusals.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -46,6 +50,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.WorkerServiceGenerateRequest, _worker_pb2.WorkerServiceGenerateResponse]  # type: ignore[assignment]
     """Runs a leased request to its end. Cancelling the call frees its blocks. The first message is Accepted; a Ping comes in
     every second without other news. RESOURCE_EXHAUSTED: no room after all, place again. FAILED_PRECONDITION: stale epoch or incarnation.
+    """
+    Embed: _aio.UnaryStreamMultiCallable[_worker_pb2.WorkerServiceEmbedRequest, _worker_pb2.WorkerServiceEmbedResponse]  # type: ignore[assignment]
+    """Turns a leased request's inputs into vectors, as Generate: Accepted, Vectors as they are computed, Completed; a Ping in every second
+    without other news; the same refusals.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +67,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WorkerServiceGenerateResponse], _abc.AsyncIterator[_worker_pb2.WorkerServiceGenerateResponse]]:
         """Runs a leased request to its end. Cancelling the call frees its blocks. The first message is Accepted; a Ping comes in
         every second without other news. RESOURCE_EXHAUSTED: no room after all, place again. FAILED_PRECONDITION: stale epoch or incarnation.
+        """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _worker_pb2.WorkerServiceEmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.WorkerServiceEmbedResponse], _abc.AsyncIterator[_worker_pb2.WorkerServiceEmbedResponse]]:
+        """Turns a leased request's inputs into vectors, as Generate: Accepted, Vectors as they are computed, Completed; a Ping in every second
+        without other news; the same refusals.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

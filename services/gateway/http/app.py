@@ -1,10 +1,8 @@
 """The OpenAI face's routes: authenticate, read, check, admit, and hand to the endpoint that renders."""
 
 import functools
-import math
-import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -12,28 +10,41 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from forebay.v1 import admin_pb2, types_pb2
+from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
 from services.common import tracing
 from services.common.errors import Code, StatusError, invalid
 from services.gateway.auth import Caller
+from services.gateway.embed_request import admit_embedding
+from services.gateway.embeddings import Embeddings
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Generations
-from services.gateway.http import batches, chat, completions, edge, errors, fields, files, openapi, ratelimit, sse
+from services.gateway.http import (
+    batches,
+    chat,
+    completions,
+    edge,
+    embeddings,
+    errors,
+    fields,
+    files,
+    head,
+    objects,
+    openapi,
+    ratelimit,
+    sse,
+)
 from services.gateway.http.answer import Run, collected, merged
 from services.gateway.http.body import read_json
 from services.gateway.http.structured import grammar_of
 from services.gateway.http.traced import Traced
-from services.gateway.latency import UNSPECIFIED, LatencyClass, latency_class
 from services.gateway.metrics import CLASS_NAMES
-from services.gateway.models import ServedModel
-from services.gateway.request import Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens
+from services.gateway.models import Capability, ServedModel
+from services.gateway.request import Admitted, Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens
 from services.gateway.usage import usage
 from services.gateway.validator import validate_label
 
-MAX_DEADLINE_SECONDS = 86_400.0
 MAX_USAGE_DAYS = 90
 MAX_USAGE_ROWS = 1000
-_WHOLE = re.compile(r"[0-9]{1,4}")
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -51,6 +62,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     face = Face(gateway)
     app.add_api_route("/v1/chat/completions", face.chat, methods=["POST"], **openapi.CHAT)
     app.add_api_route("/v1/completions", face.completions, methods=["POST"], **openapi.COMPLETIONS)
+    app.add_api_route("/v1/embeddings", face.embeddings, methods=["POST"], **openapi.EMBEDDINGS)
     app.add_api_route("/v1/models", face.models, methods=["GET"], **openapi.MODELS)
     app.add_api_route("/v1/models/{name:path}", face.model, methods=["GET"], **openapi.MODEL)
     app.add_api_route("/v1/usage", face.usage, methods=["GET"], **openapi.USAGE)
@@ -70,9 +82,10 @@ class Face:
     """The endpoints of one gateway."""
 
     def __init__(self, gateway: Gateway, name: str = "http") -> None:
-        """`name`: whom the metrics count its generations for."""
+        """`name`: whom the metrics count its work for."""
         self._gateway = gateway
         self._generations = Generations(gateway.mesh, gateway.metrics, name)
+        self._embeddings = Embeddings(gateway.mesh, gateway.metrics, name)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -104,27 +117,39 @@ class Face:
         answer = await sse.until_disconnect(request.receive, collected(events, generations))
         return _json(completions.whole(generations, answer))
 
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings."""
+        caller = await self._authenticate(request)
+        body = await self._body(request, fields.EMBEDDINGS)
+        base64_wanted = embeddings.in_base64(body)
+        envelope = await self._envelope(request, body, caller, names={"inputs": "input"}, capability="embed")
+        embedding = await admit_embedding(envelope, body.get("input"), body.get("dimensions"))
+        events = self._embeddings.run(embedding, self._announce(request, [embedding]))
+        vectors = await sse.until_disconnect(request.receive, embeddings.collected(events, embedding))
+        answer = await embeddings.whole(embedding, vectors, base64_wanted=base64_wanted)
+        return Response(answer, media_type="application/json")
+
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         policy = await self._policy(await self._authenticate(request))
-        return _json({"object": "list", "data": [_model(model) for model in self._gateway.catalogue.list(policy)]})
+        return _json({"object": "list", "data": [objects.model(model) for model in self._gateway.catalogue.list(policy)]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
         policy = await self._policy(await self._authenticate(request))
-        return _json(_model(self._gateway.catalogue.describe(request.path_params["name"], policy)))
+        return _json(objects.model(self._gateway.catalogue.describe(request.path_params["name"], policy)))
 
     async def usage(self, request: Request) -> Response:
         """GET /v1/usage: the caller's own org's use; for operators any org's, or all."""
         who = await self._caller(request)
         asked = admin_pb2.GetUsageRequest(
             org=request.query_params.get("org", ""),
-            days=_whole(request, "days", 1, MAX_USAGE_DAYS),
-            page_size=_whole(request, "page_size", MAX_USAGE_ROWS, MAX_USAGE_ROWS),
+            days=head.whole(request, "days", 1, MAX_USAGE_DAYS),
+            page_size=head.whole(request, "page_size", MAX_USAGE_ROWS, MAX_USAGE_ROWS),
             page_token=request.query_params.get("page_token", ""),
         )
         used = await usage(self._gateway.mesh, who, asked)
-        page = {"object": "list", "data": [_usage_row(row) for row in used.rows]}
+        page = {"object": "list", "data": [objects.usage_row(row) for row in used.rows]}
         return _json(page | {"next_page_token": used.next_page_token} if used.next_page_token else page)
 
     async def tokenize(self, request: Request) -> Response:
@@ -178,24 +203,33 @@ class Face:
             edge.of(request)["x-forebay-ignored"] = fields.named(unknown)
         return body
 
-    def _model(self, body: Mapping[str, Any], policy: types_pb2.OrgPolicy, sticky: str = "") -> ServedModel:
+    def _model(
+        self, body: Mapping[str, Any], policy: types_pb2.OrgPolicy, sticky: str = "", capability: Capability | None = None
+    ) -> ServedModel:
         name = body.get("model")
         if name is not None and not isinstance(name, str):
             raise invalid("model", "model must be a string: see /v1/models")
-        return self._gateway.catalogue.resolve(name or "", policy, sticky)
+        return self._gateway.catalogue.resolve(name or "", policy, sticky, capability=capability)
 
     async def _envelope(
-        self, request: Request, body: Mapping[str, Any], caller: Caller, *, echo: bool = False, names: Mapping[str, str] | None = None
+        self,
+        request: Request,
+        body: Mapping[str, Any],
+        caller: Caller,
+        *,
+        echo: bool = False,
+        names: Mapping[str, str] | None = None,
+        capability: Capability = "generate",
     ) -> Envelope:
         user, label = validate_label(body.get("user"), name="user"), request.headers.get("x-request-id")
         policy = await self._policy(caller)
         return Envelope(
             caller=caller,
             # Of a canary's models, a user's conversations stay with one.
-            model=self._model(body, policy, sticky=user or label or uuid.uuid4().hex),
+            model=self._model(body, policy, sticky=user or label or uuid.uuid4().hex, capability=capability),
             policy=policy,
-            latency_class=_class(request, body),
-            deadline_seconds=_deadline(request),
+            latency_class=head.asked_class(request, body),
+            deadline_seconds=head.asked_deadline(request),
             deadlines=self._gateway.deadlines,
             label=label,
             echo=echo,
@@ -205,75 +239,18 @@ class Face:
         )
 
     def _announced(self, request: Request, generations: list[Generation]) -> Run:
-        """What runs the generations. The answer's headers name them; once there is a lease, also where the quota stands."""
-        headers, first = edge.of(request), generations[0]
-        headers["x-forebay-request-id"] = ",".join(generation.request_id for generation in generations)
+        """What runs the generations."""
+        return functools.partial(self._generations.run, on_lease=self._announce(request, generations))
+
+    @staticmethod
+    def _announce(request: Request, admitted: Sequence[Admitted]) -> Callable[[scheduler_pb2.Lease], None]:
+        """The answer's headers name the requests; once there is a lease, which the result is to hear of, also where the quota stands."""
+        headers, first = edge.of(request), admitted[0]
+        headers["x-forebay-request-id"] = ",".join(one.request_id for one in admitted)
         headers["x-forebay-class"] = CLASS_NAMES[first.latency_class]
         if first.lowered_from:
             headers["x-forebay-class-lowered-from"] = CLASS_NAMES[first.lowered_from]
-        return functools.partial(self._generations.run, on_lease=lambda lease: headers.update(ratelimit.headers(lease.quota)))
-
-
-def _class(request: Request, body: Mapping[str, Any]) -> LatencyClass:
-    """x-forebay-class, or service_tier. Where both say something, they must say the same."""
-    header, tier = request.headers.get("x-forebay-class"), body.get("service_tier")
-    by_header, by_tier = latency_class(header, "x-forebay-class"), latency_class(tier, "service_tier")
-    if UNSPECIFIED not in (by_header, by_tier) and by_header != by_tier:
-        raise invalid("service_tier", f"service_tier {tier!a} contradicts the header x-forebay-class {header!a}: send one of them")
-    return by_header or by_tier
-
-
-def _deadline(request: Request) -> float | None:
-    """x-forebay-deadline: seconds that the answer may take."""
-    header = request.headers.get("x-forebay-deadline")
-    if header is None:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= MAX_DEADLINE_SECONDS:
-        raise invalid(
-            "x-forebay-deadline", f"x-forebay-deadline is {header[:32]!a}: send seconds, above 0 and at most {MAX_DEADLINE_SECONDS:g}"
-        )
-    return seconds
-
-
-def _model(model: ServedModel) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "forebay",
-        "max_model_len": model.max_model_len,
-        "aliases": list(model.aliases),
-        "version": model.version,
-        "level": model.level,
-        "ready": model.ready,
-    }
-
-
-def _whole(request: Request, name: str, default: int, most: int) -> int:
-    """A query's whole number, 1 to `most`. Raises INVALID_ARGUMENT."""
-    text = request.query_params.get(name, str(default))
-    if not _WHOLE.fullmatch(text) or not 1 <= int(text) <= most:
-        raise invalid(name, f"{name} is {text[:32]!a}: it must be a whole number, 1 to {most}")
-    return int(text)
-
-
-def _usage_row(row: admin_pb2.UsageRow) -> dict[str, Any]:
-    return {
-        "object": "usage",
-        "org": row.org,
-        "day": row.day,
-        "model": row.model,
-        "class": CLASS_NAMES[row.latency_class],
-        "requests": row.num_requests,
-        "failed": row.num_failed,
-        "prompt_tokens": row.prompt_tokens,
-        "completion_tokens": row.completion_tokens,
-        "cached_tokens": row.cached_tokens,
-    }
+        return lambda lease: headers.update(ratelimit.headers(lease.quota))
 
 
 def _json(value: Mapping[str, Any], status: int = 200) -> Response:

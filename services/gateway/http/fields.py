@@ -79,6 +79,14 @@ COMPLETIONS = Fields(
         "top_logprobs": "it is a field of /v1/chat/completions: use logprobs with a number",
     },
 )
+EMBEDDINGS = Fields(
+    own=frozenset({"model", "input", "encoding_format", "dimensions", "user", "service_tier", "strict"}),
+    elsewhere={
+        **dict.fromkeys((*SAMPLING, *_CHAT_ONLY, *_FORMATS, "stream", "stream_options", "logprobs"), "vectors aren't sampled"),
+        "prompt": "send input",
+        "messages": "send input, a text each",
+    },
+)
 TOKENIZE = Fields(own=frozenset({"model", "prompt", "messages", "strict", *_CHAT_ONLY, *_FORMATS}), elsewhere={})
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from services.gateway.embed_request import MAX_INPUTS
 from services.gateway.grammar_field import MAX_GRAMMAR_CHOICES
 from services.gateway.latency import CLASSES
 from services.gateway.prompts import MAX_PROMPTS, ROLES
@@ -135,14 +136,21 @@ _CHAT_ONLY: dict[str, Schema] = {
     "enable_thinking": {**_FLAG, "description": "Refused where the model's template has no such switch."},
     "chat_template_kwargs": {"type": ["object", "null"], "properties": {"enable_thinking": _FLAG}, "additionalProperties": False},
 }
-_PROMPT: Schema = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
-        {"type": "array", "items": _TOKEN, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "items": _TOKEN, "minItems": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
-    ]
-}
+
+
+def _inputs(most: int) -> Schema:
+    """A text, texts, token ids, or lists of them."""
+    return {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": most},
+            {"type": "array", "items": _TOKEN, "minItems": 1},
+            {"type": "array", "items": {"type": "array", "items": _TOKEN, "minItems": 1}, "minItems": 1, "maxItems": most},
+        ]
+    }
+
+
+_PROMPT = _inputs(MAX_PROMPTS)
 _ERROR: Schema = {
     "type": "object",
     "required": ["error"],
@@ -203,11 +211,13 @@ _HEADERS = [
 ]
 
 
-def post(summary: str, properties: Mapping[str, Schema], required: list[str], headers: list[Schema], *, streams: bool) -> dict[str, Any]:
+def post(
+    summary: str, properties: Mapping[str, Schema], required: list[str], headers: list[Schema], *, streams: bool = False, runs: bool = True
+) -> dict[str, Any]:
     """A route that takes JSON."""
     schema = {"type": "object", "required": required, "properties": properties}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    codes = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504) if streams else (400, 401, 403, 404, 408, 413, 415, 500, 503)
+    codes = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504) if runs else (400, 401, 403, 404, 408, 413, 415, 500, 503)
     return {
         "summary": summary,
         "responses": _responses(*codes, streams=streams),
@@ -246,12 +256,27 @@ COMPLETIONS = post(
     _HEADERS,
     streams=True,
 )
+EMBEDDINGS = post(
+    "Turn texts into vectors",
+    {
+        "model": {**_COMMON["model"], "description": "One that embeds. May be left out where there is one."},
+        "input": {
+            **_inputs(MAX_INPUTS),
+            "description": "Texts, 4 MiB together, or token ids. One that is too long for the model is refused.",
+        },
+        "encoding_format": {"enum": ["float", "base64", None], "description": "base64: of little-endian float32. Default float."},
+        "dimensions": _whole(1, description="The first numbers of each vector alone, of length 1 again. Default: all."),
+        **{name: _COMMON[name] for name in ("user", "service_tier", "strict")},
+    },
+    ["input"],
+    _HEADERS,
+)
 TOKENIZE = post(
     "Count and return tokens",
     {"model": _COMMON["model"], "prompt": {"type": "string"}, "messages": _MESSAGES, **_CHAT_ONLY, **_FORMATS, "strict": _FLAG},
     [],
     [HEADER_ID, _STRICT],
-    streams=False,
+    runs=False,
 )
 MODELS = get("List models", 401, 403, 503)
 MODEL = get("Describe a model", 401, 403, 404, 503)

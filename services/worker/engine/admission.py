@@ -44,7 +44,7 @@ class _Owed:
 
 @dataclass(frozen=True)
 class Want:
-    """The first that waits, where it waits for blocks alone."""
+    """Those that run and can't grow, or else the first that waits, where it waits for blocks alone."""
 
     latency_class: int
     weight: float  # see composition
@@ -147,7 +147,13 @@ class Admission:
     # --- where engines share a pool
 
     def want(self, now: float) -> Want | None:
-        """What the first that waits lacks. None: nobody waits, or it is for a slot or for a prompt that is under way."""
+        """What those that run, or the first that waits, lack. None: nothing, or it waits for a slot or for a prompt that is under way."""
+        growing = [(sequence, count) for sequence in self._queue.running if (count := self._tables.num_missing(sequence)) > 0]
+        num_growth = sum(count for _, count in growing)
+        if num_growth > self._tables.pool.num_available:
+            first = growing[0][0]
+            num_missing = num_growth - self._tables.pool.num_available
+            return Want(first.latency_class, composition.weight(first, now), 0.0, num_growth, num_missing)
         if not self._queue.waiting or self._num_free_slots == 0:
             return None
         first = self._queue.waiting[0]

@@ -171,11 +171,15 @@ class BlockTables:
 
     def grow(self, sequence: Sequence) -> bool:
         """Blocks for tokens that have come since. False, and nothing taken, where there are too few."""
-        missing = max(0, self.num_blocks(sequence.num_tokens) - len(sequence.block_table))
+        missing = self.num_missing(sequence)
         if missing > self.pool.num_available:
             return False
         sequence.block_table += self.pool.allocate(missing)
         return True
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Blocks that one that runs needs for the tokens that have come since it got its last."""
+        return max(0, self.num_blocks(sequence.num_tokens) - len(sequence.block_table))
 
     def lend(self, sequence: Sequence, num_drafts: int, max_blocks: int) -> int:
         """Blocks for drafts, `max_blocks` at most, until they are taken back; how many drafts have slots then."""

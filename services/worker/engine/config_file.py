@@ -20,22 +20,22 @@ def from_hugging_face(config: Mapping[str, object], generation: Mapping[str, obj
         if not name.endswith("ForCausalLM"):
             raise ModelFileError(f"architecture {name!r} isn't a language model (...ForCausalLM)")
     _refuse_features(config)
-    num_heads, hidden_size = _integer(config, "num_attention_heads"), _integer(config, "hidden_size")
+    num_heads, hidden_size = integer(config, "num_attention_heads"), integer(config, "hidden_size")
     default_head_dim = 128 if architecture == "qwen3" else hidden_size // max(num_heads, 1)  # as in transformers
-    max_position = _integer(config, "max_position_embeddings")
+    max_position = integer(config, "max_position_embeddings")
     return ModelConfig(
         architecture=architecture,
-        num_layers=_integer(config, "num_hidden_layers"),
+        num_layers=integer(config, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=_integer(config, "num_key_value_heads", num_heads),
-        head_dim=_integer(config, "head_dim", default_head_dim),
-        intermediate_size=_integer(config, "intermediate_size"),
-        vocab_size=_integer(config, "vocab_size"),
+        num_kv_heads=integer(config, "num_key_value_heads", num_heads),
+        head_dim=integer(config, "head_dim", default_head_dim),
+        intermediate_size=integer(config, "intermediate_size"),
+        vocab_size=integer(config, "vocab_size"),
         max_position=max_position,
-        norm_epsilon=_number(config, "rms_norm_eps", 1e-6),
+        norm_epsilon=number(config, "rms_norm_eps", 1e-6),
         rope=_hugging_face_rope(config, max_position),
-        tied_embeddings=_flag(config, "tie_word_embeddings"),
+        tied_embeddings=flag(config, "tie_word_embeddings"),
         attention_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
         sliding_window=_hugging_face_window(config, architecture),
@@ -51,7 +51,7 @@ def _refuse_features(config: Mapping[str, object]) -> None:
     if activation != "silu":
         raise ModelFileError(f"hidden_act {activation!r} isn't served; known is 'silu'")
     for name in ("attention_bias", "mlp_bias"):
-        if config.get("model_type") != "qwen2" and _flag(config, name):
+        if config.get("model_type") != "qwen2" and flag(config, name):
             raise ModelFileError(f"{name} isn't served")
     partial = config.get("partial_rotary_factor", 1.0)
     if partial not in (None, 1.0):
@@ -60,17 +60,17 @@ def _refuse_features(config: Mapping[str, object]) -> None:
 
 def _hugging_face_window(config: Mapping[str, object], architecture: str) -> int | None:
     """One window for all layers, or None. Layers that differ are refused."""
-    if architecture == "llama" or (architecture != "mistral" and not _flag(config, "use_sliding_window")):
+    if architecture == "llama" or (architecture != "mistral" and not flag(config, "use_sliding_window")):
         return None
     if config.get("sliding_window", 4096) is None:
         return None
-    window, num_layers = _integer(config, "sliding_window", 4096), _integer(config, "num_hidden_layers")
+    window, num_layers = integer(config, "sliding_window", 4096), integer(config, "num_hidden_layers")
     if architecture == "mistral":
         return window
     # Qwen: only the layers from max_window_layers on have the window, unless layer_types says which.
     kinds = _strings(config.get("layer_types"))
     if not kinds:
-        full = min(_integer(config, "max_window_layers", 28), num_layers)
+        full = min(integer(config, "max_window_layers", 28), num_layers)
         kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
     if set(kinds) == {"full_attention"}:
         return None
@@ -84,9 +84,9 @@ def _hugging_face_rope(config: Mapping[str, object], max_position: int) -> RopeC
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
         raise ModelFileError("rope parameters per kind of layer aren't served")
-    theta = _number(parameters, "rope_theta", _number(config, "rope_theta", 10000.0))
+    theta = number(parameters, "rope_theta", number(config, "rope_theta", 10000.0))
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
-    if _number(parameters, "partial_rotary_factor", 1.0) != 1.0:
+    if number(parameters, "partial_rotary_factor", 1.0) != 1.0:
         raise ModelFileError("rope partial_rotary_factor isn't served; known is 1")
     if kind == "default":
         return RopeConfig(theta)
@@ -98,14 +98,14 @@ def _hugging_face_rope(config: Mapping[str, object], max_position: int) -> RopeC
     return RopeConfig(
         theta=theta,
         kind=kind,
-        factor=_number(parameters, "factor"),
-        original_max_position=_integer(parameters, "original_max_position_embeddings", max_position),
-        low_freq_factor=_number(parameters, "low_freq_factor", 1.0),
-        high_freq_factor=_number(parameters, "high_freq_factor", 4.0),
-        beta_fast=_number(parameters, "beta_fast", 32.0),
-        beta_slow=_number(parameters, "beta_slow", 1.0),
-        attention_factor=_number(parameters, "attention_factor", 0.0) or None,
-        truncate=_flag(parameters, "truncate", True),
+        factor=number(parameters, "factor"),
+        original_max_position=integer(parameters, "original_max_position_embeddings", max_position),
+        low_freq_factor=number(parameters, "low_freq_factor", 1.0),
+        high_freq_factor=number(parameters, "high_freq_factor", 4.0),
+        beta_fast=number(parameters, "beta_fast", 32.0),
+        beta_slow=number(parameters, "beta_slow", 1.0),
+        attention_factor=number(parameters, "attention_factor", 0.0) or None,
+        truncate=flag(parameters, "truncate", True),
     )
 
 
@@ -118,36 +118,36 @@ def from_gguf(metadata: Mapping[str, object], tensors: Mapping[str, tuple[int, .
     for name in ("expert_count", "attention.scale", "logit_scale", "residual_scale", "embedding_scale", "attention.clamp_kqv"):
         if fields.get(name):
             raise ModelFileError(f"{architecture}.{name} isn't served")
-    if not _flag(fields, "attention.causal", True):
+    if not flag(fields, "attention.causal", True):
         raise ModelFileError(f"{architecture}.attention.causal must be true")
-    num_heads, hidden_size = _integer(fields, "attention.head_count"), _integer(fields, "embedding_length")
-    head_dim = _integer(fields, "attention.key_length", hidden_size // max(num_heads, 1))
+    num_heads, hidden_size = integer(fields, "attention.head_count"), integer(fields, "embedding_length")
+    head_dim = integer(fields, "attention.key_length", hidden_size // max(num_heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
-        if _integer(fields, name, head_dim) != head_dim:
+        if integer(fields, name, head_dim) != head_dim:
             raise ModelFileError(f"{architecture}.{name} is {fields[name]}; only {head_dim}, the length of a key, is served")
     eos = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return ModelConfig(
         architecture=architecture,
-        num_layers=_integer(fields, "block_count"),
+        num_layers=integer(fields, "block_count"),
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=_integer(fields, "attention.head_count_kv", num_heads),
+        num_kv_heads=integer(fields, "attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        intermediate_size=_integer(fields, "feed_forward_length"),
+        intermediate_size=integer(fields, "feed_forward_length"),
         vocab_size=tensors.get("token_embd.weight", (0,))[0],
-        max_position=_integer(fields, "context_length"),
-        norm_epsilon=_number(fields, "attention.layer_norm_rms_epsilon"),
+        max_position=integer(fields, "context_length"),
+        norm_epsilon=number(fields, "attention.layer_norm_rms_epsilon"),
         rope=_gguf_rope(fields, architecture, rope_factors),
         tied_embeddings="output.weight" not in tensors,
         attention_bias="blk.0.attn_q.bias" in tensors,
         qk_norm=architecture == "qwen3",
-        sliding_window=_integer(fields, "attention.sliding_window", 0) or None,
+        sliding_window=integer(fields, "attention.sliding_window", 0) or None,
         eos_token_ids=_token_ids(*eos),
     )
 
 
 def _gguf_rope(fields: Mapping[str, object], architecture: str, factors: tuple[float, ...]) -> RopeConfig:
-    theta = _number(fields, "rope.freq_base", 10000.0)
+    theta = number(fields, "rope.freq_base", 10000.0)
     kind = str(fields.get("rope.scaling.type", "linear" if "rope.scale_linear" in fields else "none"))
     if kind not in ("none", "linear", "yarn"):
         raise ModelFileError(f"{architecture}.rope.scaling.type {kind!r} isn't served; known are none, linear, yarn")
@@ -163,14 +163,15 @@ def _gguf_rope(fields: Mapping[str, object], architecture: str, factors: tuple[f
     return RopeConfig(
         theta=theta,
         kind=kind,
-        factor=_number(fields, "rope.scaling.factor", _number(fields, "rope.scale_linear", 1.0)),
-        original_max_position=_integer(fields, "rope.scaling.original_context_length", _integer(fields, "context_length")),
-        beta_fast=_number(fields, "rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=_number(fields, "rope.scaling.yarn_beta_slow", 1.0),
+        factor=number(fields, "rope.scaling.factor", number(fields, "rope.scale_linear", 1.0)),
+        original_max_position=integer(fields, "rope.scaling.original_context_length", integer(fields, "context_length")),
+        beta_fast=number(fields, "rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=number(fields, "rope.scaling.yarn_beta_slow", 1.0),
     )
 
 
-def _integer(fields: Mapping[str, object], name: str, default: int | None = None) -> int:
+def integer(fields: Mapping[str, object], name: str, default: int | None = None) -> int:
+    """A whole number, `default` where it is missing. ModelFileError names the field."""
     value = fields.get(name)
     if value is None and default is not None:
         return default
@@ -179,7 +180,8 @@ def _integer(fields: Mapping[str, object], name: str, default: int | None = None
     return value
 
 
-def _number(fields: Mapping[str, object], name: str, default: float | None = None) -> float:
+def number(fields: Mapping[str, object], name: str, default: float | None = None) -> float:
+    """A finite number, `default` where it is missing. ModelFileError names the field."""
     value = fields.get(name)
     if value is None and default is not None:
         return default
@@ -188,7 +190,8 @@ def _number(fields: Mapping[str, object], name: str, default: float | None = Non
     return float(value)
 
 
-def _flag(fields: Mapping[str, object], name: str, default: bool = False) -> bool:
+def flag(fields: Mapping[str, object], name: str, default: bool = False) -> bool:
+    """true or false, `default` where it is missing. ModelFileError names the field."""
     value = fields.get(name)
     if value is None:
         return default

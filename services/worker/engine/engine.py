@@ -112,6 +112,7 @@ class Engine:
         self.max_model_len = max_model_len or config.max_model_len or config.num_blocks * config.block_size
         self.model_version = model_version
         self.runner = runner
+        self.is_delayed = False  # set before a step that will wait for weights: how long it takes teaches nothing
         speculator = speculator or (Speculator(SuffixDrafter(), config.speculation) if config.speculation else None)
         self._clock = clock
         ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]  # some configs name tokens that the weights lack
@@ -196,7 +197,7 @@ class Engine:
             started += self._clock() - before
         batch, results = self._execute(batch)
         outputs = self.batcher.commit(batch, results, now + self._clock() - began)
-        if batch.spans:
+        if batch.spans and not self.is_delayed:
             self.batcher.observe(batch.spans, self._clock() - started)
         return outputs
 
@@ -214,7 +215,8 @@ class Engine:
             started = self._clock()
             try:
                 results = self.runner.execute(batch)
-                self.batcher.costs.record_step([span.length for span in batch.spans], self._clock() - started)
+                if not self.is_delayed:
+                    self.batcher.costs.record_step([span.length for span in batch.spans], self._clock() - started)
                 return batch, results
             except SequenceError as error:
                 self.batcher.fail(error)
@@ -224,7 +226,7 @@ class Engine:
     # --- where engines share a pool, see sharing.claims
 
     def want(self, now: float) -> Want | None:
-        """The blocks that its first waiting sequence lacks; None: it has another reason to wait, or there is none."""
+        """The blocks that its running sequences, or its first waiting one, lack; None: it has another reason to wait, or there is none."""
         return self.batcher.admission.want(now)
 
     @property

@@ -91,6 +91,11 @@ class EngineRequest:
     suspect_tokens: int = 0  # a worker died while it ran: up to so many output tokens no step has another such request in it; 0: none did
     model: str = ""  # whose engine it is for, where a device has several; an engine doesn't look
 
+    @property
+    def num_open_choices(self) -> int:
+        """How many will end."""
+        return self.n - len(self.finished_choices)
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -128,6 +133,11 @@ class TokenOutput:
     error: str | None = None  # set with FinishReason.ERROR
     unsatisfiable: bool = False  # the error is the request's own fault: see SequenceError
     timeline: Snapshot | None = field(default=None, compare=False)  # of the request, where more has happened than tokens
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether somebody waits for it: a choice's first or last word."""
+        return self.first_position == 0 or self.finish_reason is not None
 
 
 def check(request: EngineRequest, vocab_size: int) -> None:

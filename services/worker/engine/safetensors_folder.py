@@ -4,7 +4,7 @@ Knows files, not what a model is. The safetensors library checks a file's header
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,9 @@ _ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 class SafetensorsFolder:
     """The open weights of a folder. `shapes` are by tensor name."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, unused: Collection[str] = ()) -> None:
+        """`unused`: tensors that aren't looked at, whatever their type."""
+        self._unused = unused
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}  # by tensor name
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -59,6 +61,8 @@ class SafetensorsFolder:
         try:
             file = self._stack.enter_context(safe_open(path, framework="pt"))
             for name in file.keys():  # noqa: SIM118 (not a mapping)
+                if name in self._unused:
+                    continue
                 if name in self.shapes:
                     raise ModelFileError(f"{path.name}: tensor {name!r} is in another file, too")
                 view = file.get_slice(name)
@@ -92,14 +96,26 @@ def weight_files(folder: Path) -> list[Path]:
 
 def read_json(path: Path) -> dict[str, object]:
     """A JSON object of bounded size."""
+    value = _read_json(path)
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path.name}: isn't a JSON object")
+    return value
+
+
+def read_json_list(path: Path) -> list[object]:
+    """A JSON array of bounded size."""
+    value = _read_json(path)
+    if not isinstance(value, list):
+        raise ModelFileError(f"{path.name}: isn't a JSON array")
+    return value
+
+
+def _read_json(path: Path) -> object:
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ModelFileError(f"{path.name}: is larger than {_MAX_JSON_BYTES >> 20} MiB")
-        value = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ModelFileError):
             raise
         raise ModelFileError(f"{path.name}: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path.name}: isn't a JSON object")
-    return value

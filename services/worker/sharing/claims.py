@@ -6,6 +6,7 @@ less than its fair share, its claims weigh more, and those above theirs give way
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.worker.engine.admission import Cause, Want
@@ -28,6 +29,30 @@ class Tenant(Protocol):
     def want(self, now: float) -> Want | None: ...
     def num_yieldable(self, latency_class: int, now: float) -> int: ...
     def give_way(self, num_blocks: int, latency_class: int, cause: Cause, now: float) -> int: ...
+
+
+@dataclass(frozen=True)
+class Resting:
+    """A tenant whose weights aren't on the device: it can use no pages, but still gives up those that its sequences hold."""
+
+    tenant: Tenant
+
+    @property
+    def has_work(self) -> bool:
+        return self.tenant.has_work
+
+    @property
+    def num_growing(self) -> int:
+        return 0
+
+    def want(self, now: float) -> Want | None:  # noqa: ARG002
+        return None
+
+    def num_yieldable(self, latency_class: int, now: float) -> int:
+        return self.tenant.num_yieldable(latency_class, now)
+
+    def give_way(self, num_blocks: int, latency_class: int, cause: Cause, now: float) -> int:
+        return self.tenant.give_way(num_blocks, latency_class, cause, now)
 
 
 def settle(arena: Arena, tenants: Mapping[str, Tenant], now: float) -> None:

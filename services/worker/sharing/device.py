@@ -1,22 +1,34 @@
 """The engines of one device, one for each model, which take turns step by step. One thread calls it; it knows no RPC."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
+from services.worker.engine.encoder import EncodeOutput, EncodeRequest, EncoderStats
 from services.worker.engine.engine import EngineStats
 from services.worker.engine.request import EngineRequest, TokenOutput
 from services.worker.sharing import claims
 from services.worker.sharing.arena import Arena
-from services.worker.sharing.claims import Tenant
+from services.worker.sharing.claims import Resting, Tenant
 from services.worker.sharing.timeslice import TimeSlice
+from services.worker.sharing.weights import Weights
 
 Progress = dict[str, tuple[int, int]]
 """Request id -> (output tokens, blocks)."""
 
 
-class Member(Protocol):
-    """What a device steps for one model; see Engine."""
+Request = EngineRequest | EncodeRequest
+Output = TokenOutput | EncodeOutput
+Stats = EngineStats | EncoderStats
+
+Asked = TypeVar("Asked", contravariant=True)
+Told = TypeVar("Told", covariant=True)
+
+
+class Member(Protocol[Asked, Told]):
+    """What a device steps for one model; see Engine and Encoder."""
+
+    is_delayed: bool
 
     @property
     def has_work(self) -> bool:
@@ -37,7 +49,7 @@ class Member(Protocol):
         """Foretold, of the longest step that may come; 0 while nothing is known."""
         ...
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: Asked) -> None:
         """InvalidRequest, RequestTooLarge: refused."""
         ...
 
@@ -45,7 +57,7 @@ class Member(Protocol):
         """An unknown id is nobody's business any more."""
         ...
 
-    def step(self, now: float) -> list[TokenOutput]:
+    def step(self, now: float) -> Sequence[Told]:
         """One output per choice that has news."""
         ...
 
@@ -53,7 +65,7 @@ class Member(Protocol):
         """(request id, output tokens, blocks held) of every live request."""
         ...
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> Stats:
         """Numbers for heartbeats and metrics."""
         ...
 
@@ -67,7 +79,7 @@ class Stepped:
     """What a step came to."""
 
     model: str
-    outputs: list[TokenOutput]
+    outputs: Sequence[Output]
     num_tokens: int  # computed, the prompts' included
     num_generated_tokens: int
 
@@ -75,16 +87,23 @@ class Stepped:
 class SharedDevice:
     """`members` by the model's name, which requests bear. What one is asked about a member is kept until that one has changed.
 
-    `arena` has the blocks of the `tenants` among them, where they share one.
+    `arena` has the blocks of the `tenants` among them, where they share one. `weights` come and go where not all are there at once.
     """
 
-    def __init__(self, members: Mapping[str, Member], arena: Arena | None = None, tenants: Mapping[str, Tenant] | None = None) -> None:
+    def __init__(
+        self,
+        members: Mapping[str, Member[Any, Output]],
+        arena: Arena | None = None,
+        tenants: Mapping[str, Tenant] | None = None,
+        weights: Weights | None = None,
+    ) -> None:
         self.members = dict(members)
         self._arena = arena
         self._tenants = tenants or {}
+        self._weights = weights
         self._idle: set[str] = set()  # whose last step did nothing, as they wait for others' blocks
         self._turns = TimeSlice()
-        self._stats: dict[str, EngineStats] = {}
+        self._stats: dict[str, Stats] = {}
         self._progress: dict[str, Progress] = {}
         self._changed = set(self.members)  # since they were looked at
 
@@ -93,10 +112,11 @@ class SharedDevice:
         return any(member.has_work for member in self.members.values())
 
     def full_step_seconds(self) -> float:
-        """Foretold, of the longest step that may come, whosever it is."""
-        return max(member.full_step_seconds() for member in self.members.values())
+        """Foretold, of the longest step that may come, whosever it is, and whether or not its weights must come first."""
+        longest = max(member.full_step_seconds() for member in self.members.values())
+        return longest if self._weights is None else longest + self._weights.load_seconds
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: Request) -> None:
         """To the engine of its model. InvalidRequest, RequestTooLarge: refused."""
         self._changed.add(request.model)
         self.members[request.model].add(request)
@@ -109,13 +129,19 @@ class SharedDevice:
                 self._changed.add(model)
 
     def step(self, now: float) -> Stepped:
-        """One step of the model whose turn it is. `now` in seconds, any origin."""
+        """One step of the model whose turn it is; none while all weights that are wanted are elsewhere. `now` in seconds, any origin."""
         working = {model: member for model, member in self.members.items() if member.has_work}
+        urgency = {model: member.most_urgent_class for model, member in working.items()}
+        able = self._able(urgency, now)
         if self._arena is not None:
-            claims.settle(self._arena, {model: tenant for model, tenant in self._tenants.items() if tenant.has_work}, now)
-        able = {model: member.most_urgent_class for model, member in working.items() if model not in self._idle}
-        model = self._turns.choose(able or {model: member.most_urgent_class for model, member in working.items()})
+            tenants = {model: tenant for model, tenant in self._tenants.items() if tenant.has_work}
+            claims.settle(self._arena, {m: tenant if m in able else Resting(tenant) for m, tenant in tenants.items()}, now)
+        if not able:
+            return Stepped(next(iter(working)), [], 0, 0)
+        model = self._turns.choose({m: urgency[m] for m in able if m not in self._idle} or {m: urgency[m] for m in able})
         member = self.members[model]
+        if self._weights is not None:
+            member.is_delayed = not self._weights.is_there(model)
         computed, generated = member.num_tokens
         outputs = member.step(now)
         stepped = Stepped(model, outputs, member.num_tokens[0] - computed, member.num_tokens[1] - generated)
@@ -126,11 +152,18 @@ class SharedDevice:
         self._changed.update(working)
         return stepped
 
+    def _able(self, urgency: Mapping[str, int], now: float) -> list[str]:
+        """Whose weights are there, of those that have work."""
+        if self._weights is None:
+            return list(urgency)
+        self._weights.advance(urgency, now)
+        return self._weights.able(urgency)
+
     def took(self, model: str, seconds: float) -> None:
         """How long its step was, for whose turn is next."""
         self._turns.charge(model, seconds)
 
-    def stats(self) -> dict[str, EngineStats]:
+    def stats(self) -> dict[str, Stats]:
         """By model."""
         self._look()
         return dict(self._stats)

@@ -16,6 +16,7 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
 
     def __init__(self) -> None:
         self.asked: list[inference_pb2.ChatRequest] = []
+        self.embedded: list[inference_pb2.EmbedRequest] = []
         self.acts: list[Any] = []  # requests of operators
         self.tokens: list[Any] = []
         self.cancelled = threading.Event()
@@ -54,8 +55,20 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         finally:
             self.cancelled.set()
 
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Any) -> AsyncIterator[inference_pb2.EmbedResponse]:  # type: ignore[override]
+        self.embedded.append(request)
+        if request.inputs[0].text == "refuse":
+            await abort(context, invalid("inputs[0]", "inputs[0] has 300 tokens"))
+        yield inference_pb2.EmbedResponse(started=inference_pb2.Started(request_id="r-1", model="vectors@fp32"))
+        for index, entry in reversed(list(enumerate(request.inputs))):
+            values = [3.0, 4.0, 0.0, 0.0, 0.0] if "a" in entry.text else [0.0, 5.0, 0.0, 0.0, 0.0]
+            embedding = inference_pb2.Embedding(index=index, values=values[: request.dimensions or 5])
+            yield inference_pb2.EmbedResponse(embeddings=inference_pb2.Embeddings(embeddings=[embedding]))
+        yield inference_pb2.EmbedResponse(finished=inference_pb2.Finished())
+
     async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:  # type: ignore[override]
         model = inference_pb2.Model(name="tiny", aliases=["chat"], level="fp32", max_model_len=2048, version="00ff", ready=True)
+        model.capabilities.append("generate")
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def SubmitBatch(self, request_iterator: Any, context: Any) -> inference_pb2.SubmitBatchResponse:  # type: ignore[override]
@@ -87,6 +100,7 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
             return admin_pb2.GetFleetResponse()
         registration = scheduler_pb2.Register(worker_id="worker-1", max_sequences=32)
         registration.models.add(model="tiny@fp32", num_blocks=100)
+        registration.models.add(model="vectors@fp32", num_blocks=1 << 20, max_call_tokens=1 << 19)
         beat = scheduler_pb2.Heartbeat(healthy=True, num_running=3, num_used_blocks=40, utilization=0.5, temperature_celsius=61)
         workers = [admin_pb2.WorkerState(registration=registration, heartbeat=beat, ready=True)]
         registration = scheduler_pb2.Register(worker_id="worker-2", max_sequences=32, models=registration.models)

@@ -107,6 +107,7 @@ def test_help_is_for_people(tmp_path: Path, command: str) -> None:
         (["run", "--class", "urgent", "hi"], "--class is urgent: it must be realtime, standard or batch"),
         (["run", b"\xff\xfe"], "the prompt isn't UTF-8 (byte 0xff at position 0)"),
         (["run", "--system", b"a\xfe", "hi"], "--system isn't UTF-8 (byte 0xfe at position 1)"),
+        (["up", "--share", "--device-memory", "lots"], "--device-memory is lots: it must be a size over 0, such as 512MB or 2GiB"),
         (["up", "--kv-memory", "lots"], "--kv-memory is lots: it must be a size over 0, such as 512MB or 2GiB"),
         (["up", "--log-level", "loud"], "--log-level is loud: it must be debug, info, warning or error"),
         (["up", "--workers", "65"], "--workers is 65: it must be a whole number from 1 to 64"),
@@ -121,6 +122,12 @@ def test_wrong_usage_is_one_line_before_anything_starts(tmp_path: Path, argument
     assert done.stderr.startswith(f"forebay: {words}")
     assert len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_device_memory_needs_models_that_share_a_worker(tmp_path: Path) -> None:
+    done = _forebay("up", "--device-memory", "1GB", home=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "forebay: --device-memory is for models that share a worker: give --share, too\n"
 
 
 def test_standard_input_that_is_no_text_is_one_line() -> None:

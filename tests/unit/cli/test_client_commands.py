@@ -105,8 +105,10 @@ def test_ps(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")  # of no account in a pipe
     title, first, second, *notes = _run("ps").splitlines()
     assert title.split() == ["worker", "state", "model", "slots", "waiting", "blocks", "cached", "busy", "tokens/s", "memory"]
-    assert first.split() == ["worker-1", "ready", "tiny@fp32", "3/32", "0", "40/100", "0", "50%", "0", "0.0/0.0", "GiB"]
-    assert second.split() == ["worker-2", "not", "ready", "tiny@fp32", "-/32", "-", "-/100", "-", "-", "-", "-"], "old numbers are no news"
+    assert first.split() == ["worker-1", "ready", "tiny@fp32,", "vectors@fp32", "3/32", "0", "40/100", "0", "50%", "0", "0.0/0.0", "GiB"]
+    assert second.split() == ["worker-2", "not", "ready", "tiny@fp32,", "vectors@fp32", "-/32", "-", "-/100", "-", "-", "-", "-"], (
+        "old numbers are no news"
+    )
     assert notes == ["worker-2: its stream ended 0 s ago", "queue tiny@fp32 batch: 4 waiting, the oldest for 2.0 s"]
 
 
@@ -127,6 +129,6 @@ def test_ps_json_tells_where_metrics_are_of_the_mesh_that_runs_here(
 
 def test_models(gateway: Gateway) -> None:
     title, row = _run("models").splitlines()
-    assert title.split() == ["model", "aliases", "state", "weights", "context", "vocabulary", "version"]
-    assert row.split() == ["tiny", "chat", "ready", "fp32", "2048", "0", "00ff"]
+    assert title.split() == ["model", "aliases", "state", "does", "weights", "context", "vocabulary", "version"]
+    assert row.split() == ["tiny", "chat", "ready", "generate", "fp32", "2048", "0", "00ff"]
     assert json.loads(_run("models", "--json"))["models"][0]["aliases"] == ["chat"]

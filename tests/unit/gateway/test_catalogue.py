@@ -167,3 +167,20 @@ def test_a_change_of_the_file_counts_at_once() -> None:
     assert where.resolve("chat", ACME).name == "one"
     text = "models: {chat: {targets: [{model: two@fp32, weight: 1}]}}"
     assert where.resolve("chat", ACME).name == "two"
+
+
+def test_a_model_without_a_name_is_the_only_one_that_does_what_is_asked() -> None:
+    known = Models([make_model(name="chat", aliases=()), make_model(name="vectors", aliases=(), dimensions=4, compiler=None)])
+    names = {capability: catalogue(known).resolve("", ACME, capability=capability).name for capability in ("generate", "embed", None)}
+    assert names == {"generate": "chat", "embed": "vectors", None: "chat"}
+    alone = Models([make_model(name="vectors", aliases=(), dimensions=4, compiler=None)])
+    assert catalogue(alone).resolve("", ACME).name == "vectors"
+    with pytest.raises(StatusError, match="model is missing"):
+        catalogue(alone).resolve("", ACME, capability="generate")
+
+
+def test_a_model_that_does_something_else_is_refused_by_what_it_does() -> None:
+    known = Models([make_model(name="vectors", aliases=("v",), dimensions=4, compiler=None)])
+    with pytest.raises(StatusError, match="the model vectors turns texts into vectors") as caught:
+        catalogue(known).resolve("v", ACME, capability="generate")
+    assert (caught.value.code, caught.value.violations[0].field) == (Code.INVALID_ARGUMENT, "model")

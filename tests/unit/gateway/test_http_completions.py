@@ -256,6 +256,7 @@ async def test_the_openapi_document_names_every_route() -> None:
     assert set(document["paths"]) == {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/embeddings",
         "/v1/models",
         "/v1/models/{name}",
         "/v1/usage",

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from services.text import gguf_vocabulary, hf_folder
 from services.text.gguf_metadata import ModelError, read_metadata
 from services.text.tokenizer import Tokenizer
+from tests.tiny_encoders import MAX_LEN, WORDS, change, minilm, save_encoder
 from tests.unit.text.vocabularies import (
     TEXTS,
     byte_level,
@@ -185,9 +186,9 @@ def test_truncation_and_padding_in_a_file_are_not_for_serving(tmp_path: Path) ->
 
 
 def test_a_decoder_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
-    backend.decoder = decoders.WordPiece()
-    with pytest.raises(ModelError, match="WordPiece"):
+    backend = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    backend.decoder = decoders.CTC()
+    with pytest.raises(ModelError, match="its decoder is CTC; byte-level, sentencepiece and WordPiece ones are known"):
         hf_folder.read(save_folder(tmp_path, backend))
 
 
@@ -213,3 +214,30 @@ def test_folders_that_cannot_be_used(tmp_path: Path, name: str, content: str, wh
 def test_ids_that_no_token_has_are_no_text(smollm2: Tokenizer) -> None:
     assert [smollm2.token_bytes(token) for token in (-1, smollm2.vocab_size, 2**31)] == [b"", b"", b""]
     assert smollm2.decode([smollm2.vocab_size, 2**31]) == ""
+
+
+def test_an_encoders_folder_says_what_it_takes(tmp_path: Path) -> None:
+    save_encoder(tmp_path)
+    folder = hf_folder.read(tmp_path)
+    assert (folder.dimensions, folder.context_len, folder.vocab_size) == (48, MAX_LEN, len(WORDS))
+    tokenizer = folder.tokenizer
+    ids = tokenizer.encode("Ab c")
+    assert ids == [2, WORDS.index("a"), WORDS.index("##b"), WORDS.index("c"), 3]
+    assert tokenizer.decode(ids) == "ab c"
+    assert tokenizer.encode_all(["Ab c", "d"]) == [ids, tokenizer.encode("d")]
+
+
+def test_a_folder_may_ask_for_lower_case(tmp_path: Path) -> None:
+    save_encoder(tmp_path)
+    change(tmp_path / "tokenizer.json", normalizer=None)
+    upper, lower = (hf_folder.read(tmp_path).tokenizer.encode(text) for text in ("AB", "ab"))
+    assert upper != lower
+    change(tmp_path / "sentence_bert_config.json", do_lower_case=True)
+    assert hf_folder.read(tmp_path).tokenizer.encode("AB") == lower
+
+
+def test_minilm_tokenises_as_transformers() -> None:
+    ours, theirs = hf_folder.read(minilm()), AutoTokenizer.from_pretrained(minilm())
+    assert (ours.dimensions, ours.context_len) == (384, 256)
+    texts = ["Hello, World!", "naïve café", "狐と犬", "a" * 300, "one\ttwo\n\nthree", "🦊 don't", "x " * 300, "\u0000\ufffd[CLS]"]
+    assert ours.tokenizer.encode_all(texts) == [theirs(text)["input_ids"] for text in texts]

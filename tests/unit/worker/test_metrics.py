@@ -1,5 +1,6 @@
 """The worker's series are vLLM's: names, types, labels and buckets, as its v1 engine exports them (0.32)."""
 
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -202,3 +203,19 @@ def test_models_of_one_device_have_series_of_their_own_in_shared_families() -> N
     assert [value("vllm:time_to_first_token_seconds_count", model) for model in throughputs] == [0, 1]
     assert [value("vllm:num_requests_running", model) for model in throughputs] == [0, 0]
     assert [value("forebay_worker_step_loop_healthy", model) for model in throughputs] == [1, 1]
+
+
+def test_what_models_ask_of_a_shared_device_adds_up() -> None:
+    registry = CollectorRegistry()
+    throughputs = {model: Throughput(num_blocks=8, block_size=16, max_sequences=4) for model in ("a", "b", "resting")}
+    WorkerMetrics(registry, throughputs, max_model_len=MAX_MODEL_LEN)
+    assert registry.get_sample_value("forebay_worker_sharing_load") is None
+    now = time.monotonic()
+    for model in ("a", "b"):
+        throughputs[model].record_steps(now, num_steps=10, seconds=0.5)
+        throughputs[model].record_end(now, n=1, num_prompt_tokens=8, num_output_tokens=8)
+    shares = [throughputs[model].share(now) for model in ("a", "b")]
+    load = registry.get_sample_value("forebay_worker_sharing_load")
+    assert load is not None
+    assert load == pytest.approx(sum(share for share in shares if share is not None), rel=0.2)
+    assert load > 0

@@ -3,10 +3,13 @@
 // Rows of the step are tokens. Every value of a row is computed in an order that depends on neither the other rows nor the number of
 // threads. Bounds of ids, positions and block tables are the caller's to check (native.py).
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <new>
 #include <system_error>
@@ -128,12 +131,34 @@ class Runner {
     team_.run([this] { compute(); });
   }
 
+  // The weights lie elsewhere from now on, and nothing of them is there yet. Not while a step computes.
+  void move(const Model& model) {
+    model_ = model;
+    num_parts_.store(0, std::memory_order_relaxed);
+  }
+
+  // Copies them there, part by part: the embedding, each layer, the rest. Steps may compute meanwhile: they wait for the part they need.
+  void bring(uint8_t* to, const uint8_t* from, const int64_t* ends, int count) {
+    for (int part = 0; part < count; ++part) {
+      const int64_t begin = part == 0 ? 0 : ends[part - 1];
+      std::memcpy(to + begin, from + begin, ends[part] - begin);
+      num_parts_.store(part + 1, std::memory_order_release);
+      num_parts_.notify_all();
+    }
+  }
+
  private:
+  // Until so many parts of the weights are there.
+  void await(int32_t count) const {
+    for (int32_t there; (there = num_parts_.load(std::memory_order_acquire)) < count;) num_parts_.wait(there, std::memory_order_acquire);
+  }
+
   int hidden() const { return model_.embedding.num_inputs; }
   int group_size() const { return model_.num_heads / model_.num_kv_heads; }
 
   // Runs on every thread.
   void compute() {
+    await(2);
     each_token([&](int t) {
       read_column(model_.embedding, step_->tokens[t], x_ + size_t(t) * hidden());
       normalize(t, model_.layers[0].attention_norm, normed_, t);
@@ -151,6 +176,7 @@ class Runner {
       each_token([&](int t) { normalize(t, layer.mlp_norm, normed_, t); });
       gate(layer.gate_up);
       project(layer.down, inner_, [&](int row, int column, f32x16 a, f32x16 b) { add_to_stream(row, column, a, b); });
+      await(i + 3);
       if (i + 1 < model_.num_layers)
         each_token([&](int t) { normalize(t, model_.layers[i + 1].attention_norm, normed_, t); });
     }
@@ -336,7 +362,7 @@ class Runner {
     }
   }
 
-  const Model model_;
+  Model model_;
   const Cache cache_;
   Team team_;
   Workspace space_;
@@ -345,6 +371,7 @@ class Runner {
   float *x_ = nullptr, *qkv_ = nullptr, *query_scales_ = nullptr;
   uint8_t* queries_ = nullptr;
   Rows normed_, attended_, inner_, last_;
+  alignas(64) std::atomic<int32_t> num_parts_{std::numeric_limits<int32_t>::max()};  // of the weights, that are there
 };
 
 }  // namespace forebay
@@ -359,6 +386,13 @@ int forebay_open(const forebay::Model* model, const forebay::Cache* cache, int n
 // Memory for the step is had before anything is computed: an error leaves the cache as it was.
 int forebay_forward(forebay::Runner* runner, const forebay::Step* step) {
   return forebay::guard([&] { runner->forward(*step); });
+}
+
+// See Runner: where the weights will be, none of which may be moved again before forebay_bring has returned.
+void forebay_move(forebay::Runner* runner, const forebay::Model* model) { runner->move(*model); }
+
+void forebay_bring(forebay::Runner* runner, uint8_t* to, const uint8_t* from, const int64_t* ends, int count) {
+  runner->bring(to, from, ends, count);
 }
 
 void forebay_close(forebay::Runner* runner) { delete runner; }

@@ -105,6 +105,16 @@ class SampledRow(ctypes.Structure):
     )
 
 
+def shift(structure: ctypes.Structure, distance: int) -> None:
+    """Moves all that a Model or Layer points to; not a Model's layers, which are shifted one by one."""
+    for name, kind in structure._fields_:  # type: ignore[misc]
+        value = getattr(structure, name)
+        if kind is ctypes.c_void_p and value is not None:
+            setattr(structure, name, value + distance)
+        elif isinstance(value, ctypes.Structure):
+            shift(value, distance)
+
+
 @dataclass(frozen=True)
 class Library:
     """An open library. `name` says what it was compiled for and from: equal names, equal numbers."""
@@ -171,6 +181,16 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
     functions.forebay_open.restype = ctypes.c_int
     functions.forebay_forward.argtypes = [ctypes.c_void_p, ctypes.POINTER(Step)]
     functions.forebay_forward.restype = ctypes.c_int
+    functions.forebay_move.argtypes = [ctypes.c_void_p, ctypes.POINTER(Model)]
+    functions.forebay_move.restype = None
+    functions.forebay_bring.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_int64),
+        ctypes.c_int,
+    ]
+    functions.forebay_bring.restype = None
     functions.forebay_close.argtypes = [ctypes.c_void_p]
     functions.forebay_close.restype = None
     functions.forebay_peaks.argtypes = [ctypes.c_void_p, ctypes.POINTER(Peak), ctypes.c_int, ctypes.c_int, ctypes.c_int]

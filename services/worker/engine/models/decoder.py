@@ -3,6 +3,8 @@
 Knows no file format: it takes weights by their Hugging Face names. A row's bits don't depend on the rest of the step.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -104,6 +106,7 @@ class Decoder:
         self.embedding = self.head.weight.t() if config.tied_embeddings else embedding
         self.rotary = Rotary(config, self.dtype, self.device)
         self.row_sizes = self.layers[0].row_sizes()
+        self.await_part: Callable[[int], None] = _all_there  # returns when so many parts of the weights are there, see moving
 
     @torch.inference_mode()
     def forward(self, step: Step, kv: KVCache) -> Tensor:
@@ -114,9 +117,16 @@ class Decoder:
             torch.tensor(values, dtype=torch.int64, device=self.device) for values in (step.tokens, step.positions(), step.logit_rows)
         )
         turns = self.rotary.at(positions, max(attention.context_lengths))
+        self.await_part(1)
         x = self.embedding.index_select(0, tokens)
         if missing := padding(len(x), self.row_sizes):
             x = F.pad(x, (0, 0, 0, missing))  # once here, not at each product
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers, 2):
+            self.await_part(number)
             x = layer(x, turns, kv, plan)
+        self.await_part(len(self.layers) + 2)
         return self.head(self.norm(x.index_select(0, logit_rows))).float()
+
+
+def _all_there(count: int) -> None:
+    """Of weights that don't move."""

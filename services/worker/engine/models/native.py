@@ -13,7 +13,7 @@ from torch import Tensor
 from services.worker.engine.config import ModelConfig
 from services.worker.engine.kernels import library
 from services.worker.engine.kernels.cache import NativeCache
-from services.worker.engine.kernels.memory import Arena
+from services.worker.engine.kernels.memory import ALIGNMENT, Flat
 from services.worker.engine.kernels.packing import PANEL, interleave, pack
 from services.worker.engine.models.rotary import Rotary
 from services.worker.engine.models.step import Step
@@ -48,10 +48,17 @@ class NativeDecoder:
         self._cache: NativeCache | None = None
         self._functions = compiled.functions
         self._num_threads = num_threads
-        self._kept: list[Tensor] = []  # what the structures point to
-        self._arena = Arena()
-        self._layers = (library.Layer * config.num_layers)(*(self._layer(weights, i) for i in range(config.num_layers)))
-        self._model = self._whole(weights, level)
+        self._flat = Flat(_most_bytes(config))  # what the structures point to, until the weights are moved
+        self._ends: list[int] = []  # of its parts: the embedding, each layer, the rest
+        embedding = self._matrix(weights("model.embed_tokens.weight"))
+        self._end_part()
+        self._layers = (library.Layer * config.num_layers)()
+        for index in range(config.num_layers):
+            self._layers[index] = self._layer(weights, index)
+            self._end_part()
+        self._model = self._whole(weights, level, embedding)
+        self._end_part()
+        self._place: Tensor | None = self._flat.bytes  # where the structures point to; None: nowhere
         self._rotary = Rotary(config, torch.float32, "cpu")
 
     def __del__(self) -> None:
@@ -61,6 +68,35 @@ class NativeDecoder:
     def matrices(self) -> list[library.Matrix]:
         """Of the layers, in the order of a step; then the head."""
         return [matrix for layer in self._layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)] + [self._model.head]
+
+    # --- weights that move
+
+    @property
+    def weights(self) -> Tensor:
+        """uint8, one dimension: all weights, in host memory, as the kernels read them."""
+        return self._flat.bytes
+
+    def move(self, place: Tensor | None) -> None:
+        """The kernels read the weights at `place` from now on, where `bring` has still to copy them. None: nowhere, it can't compute.
+
+        Not while a step computes, and not before the last `bring` is over.
+        """
+        assert self._runner, "no cache is bound yet"
+        assert place is None or len(place) == len(self.weights), (place.shape, self.weights.shape)
+        if place is not None:
+            base = ctypes.cast(self._model.embedding.data, ctypes.c_void_p).value
+            assert base is not None
+            distance = place.data_ptr() - base  # the embedding comes first
+            for part in (self._model, *self._layers):
+                library.shift(part, distance)
+            self._functions.forebay_move(self._runner, ctypes.byref(self._model))
+        self._place = place
+
+    def bring(self) -> None:
+        """Copies the weights to where they were moved, on any thread; steps may compute meanwhile, each layer as soon as it is there."""
+        assert self._place is not None
+        ends = (ctypes.c_int64 * len(self._ends))(*self._ends)
+        self._functions.forebay_bring(self._runner, self._place.data_ptr(), self.weights.data_ptr(), ends, len(ends))
 
     def bind(self, kv: NativeCache) -> None:
         """Starts the threads of a step, which reads and writes `kv` from now on. OSError: the system gives no more threads or memory."""
@@ -77,6 +113,7 @@ class NativeDecoder:
 
         OSError: there is no memory for so many tokens; nothing was written.
         """
+        assert self._place is not None, "the weights are nowhere"
         if kv is not self._cache or self._process != os.getpid():
             self.bind(kv)
         longest = max(step.context_lengths)
@@ -133,9 +170,11 @@ class NativeDecoder:
 
     # --- packing
 
-    def _whole(self, weights: Weights, level: str) -> library.Model:
+    def _end_part(self) -> None:
+        self._ends.append(self._flat.num_bytes)
+
+    def _whole(self, weights: Weights, level: str, embedding: library.Matrix) -> library.Model:
         config = self.config
-        embedding = self._matrix(weights("model.embed_tokens.weight"))
         head = embedding if config.tied_embeddings else self._matrix(weights("lm_head.weight"))
         return library.Model(
             num_layers=config.num_layers,
@@ -178,8 +217,7 @@ class NativeDecoder:
             num_outputs, num_inputs = weight.shape
             num_inputs += (-width % GROUP) * (num_inputs // width) if width else -num_inputs % GROUP
             kind = "fp32" if weight.dtype == torch.float32 else "bf16"
-        packed = self._arena.place(pack(weight, width))
-        self._kept.append(packed)
+        packed = self._flat.place(pack(weight, width))
         num_outputs += -num_outputs % PANEL
         return library.Matrix(
             data=packed.data_ptr(),
@@ -193,8 +231,20 @@ class NativeDecoder:
         """fp32, filled up with zeros to `count`, or to whole groups."""
         values = tensor(values).float()
         padded = F.pad(values, (0, (count or len(values) + -len(values) % GROUP) - len(values))).contiguous()
-        self._kept.append(padded)
-        return padded.data_ptr()
+        return self._flat.place(padded.view(torch.uint8)).data_ptr()
+
+
+def _most_bytes(config: ModelConfig) -> int:
+    """What the weights can take at any level: four bytes each, filled up to whole panels and groups."""
+
+    def filled(number: int) -> int:
+        return number + -number % max(PANEL, GROUP)
+
+    hidden, inner, head = filled(config.hidden_size), filled(config.intermediate_size), filled(config.head_dim)
+    qkv = filled((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+    matrices = qkv * hidden + hidden * config.num_heads * head + 3 * hidden * inner
+    vectors = 2 * hidden + qkv + 2 * head + 16 * ALIGNMENT
+    return 4 * (config.num_layers * (matrices + vectors) + 2 * filled(config.vocab_size) * hidden + hidden + 16 * ALIGNMENT)
 
 
 def _gates(gate: Tensor | Quantized, up: Tensor | Quantized) -> Tensor | Quantized:

@@ -329,6 +329,20 @@ def test_a_lower_class_of_another_model_takes_nothing() -> None:
     assert device.engines["a"].stats().num_preemptions == 0
 
 
+def test_a_sequence_that_grows_takes_pages_of_lower_classes_of_others_not_its_own() -> None:
+    """A realtime request of one model doesn't start over for another's batch."""
+    device = Device(24)
+    device.engines["b"].add(EngineRequest("urgent", [1] * 10, greedy(60), latency_class=1))
+    device.step("b")
+    fill(device, "a", latency_class=3)
+    while device.engines["b"].has_work:
+        device.step("b")
+        if device.engines["a"].has_work:
+            device.step("a")
+    assert device.engines["b"].stats().num_preemptions == 0
+    assert device.engines["a"].stats().num_class_preemptions > 0
+
+
 def test_nobody_gives_way_in_vain() -> None:
     """All that the others could give would still be too little, so they keep it."""
     device = Device(24)

@@ -1,0 +1,67 @@
+"""One attempt at running a request on a worker: how its next message is awaited, and what its failure means. Knows no message."""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from forebay.v1 import scheduler_pb2, types_pb2
+from services.common import log
+from services.common.errors import Code, StatusError, from_rpc
+from services.gateway.placing import Deadline
+
+_log = log.get(__name__)
+
+_DYING = ("ENGINE_FAILED", "ENGINE_HANGS")  # reasons of a worker that is about to go
+
+
+class WorkerLost(Exception):
+    """This attempt is over, the request isn't. `unreachable`: others should avoid the worker too."""
+
+    def __init__(self, why: str, *, unreachable: bool) -> None:
+        super().__init__(why)
+        self.unreachable = unreachable
+
+
+async def next_message(call: "grpc.aio.UnaryStreamCall[Any, Any]", silence: float, lease: scheduler_pb2.Lease, deadline: Deadline) -> Any:
+    """The worker's next message, grpc.aio.EOF at the end of its stream. Raises its status, or WorkerLost after `silence` seconds."""
+    try:
+        async with asyncio.timeout(silence):
+            return await call.read()
+    except TimeoutError:
+        deadline.seconds_left("on the worker")
+        raise WorkerLost(f"worker {lease.worker_id} is silent", unreachable=True) from None
+    except grpc.aio.AioRpcError as failure:
+        raise from_rpc(failure) from None
+
+
+def judge(error: StatusError, lease: scheduler_pb2.Lease, deadline: Deadline, *, running: bool) -> Exception:
+    """Whether a worker's failure ends the request or only this attempt. `running`: the worker had taken it up."""
+    match error.code:
+        case Code.DEADLINE_EXCEEDED:
+            return deadline.error("on the worker")
+        case Code.UNAVAILABLE | Code.CANCELLED:
+            return WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True)
+        case Code.INTERNAL if error.reason in _DYING:
+            return WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=True)
+        case Code.RESOURCE_EXHAUSTED if running:
+            return StatusError(Code.RESOURCE_EXHAUSTED, f"the answer was not read fast enough: {error.message}", reason="SLOW_READER")
+        case Code.RESOURCE_EXHAUSTED | Code.FAILED_PRECONDITION | Code.ABORTED | Code.NOT_FOUND:
+            return WorkerLost(f"worker {lease.worker_id}: {error.message}", unreachable=False)
+        case Code.INVALID_ARGUMENT:
+            return error
+    _log.error("engine_error", what=error.message, reason=error.reason)
+    words = "the engine failed on this request: try again, and report its id if it fails again"
+    return StatusError(Code.INTERNAL, words, reason="ENGINE_ERROR")
+
+
+def outcome(error: BaseException | None, reason: types_pb2.FinishReason.ValueType) -> tuple[int, types_pb2.FinishReason.ValueType]:
+    """gRPC status number and finish reason of a request that ended with `error`."""
+    if error is None:
+        return 0, reason
+    if isinstance(error, StatusError):
+        deadline = error.code is Code.DEADLINE_EXCEEDED
+        return error.code.value[0], types_pb2.FINISH_REASON_DEADLINE if deadline else types_pb2.FINISH_REASON_UNSPECIFIED
+    if isinstance(error, asyncio.CancelledError | GeneratorExit | ConnectionError | TimeoutError):
+        return Code.CANCELLED.value[0], types_pb2.FINISH_REASON_CANCELLED
+    return Code.INTERNAL.value[0], types_pb2.FINISH_REASON_UNSPECIFIED
