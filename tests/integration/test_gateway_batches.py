@@ -23,7 +23,7 @@ from tests.scheduler_harness import until
 from tests.unit.gateway.build import Stack, letters, make_token, stack
 
 URL = "/v1/completions"
-QUICK = Timing(idle=0.05, renew=0.1, restart=0.01, backoff=0.01)
+QUICK = Timing(idle=0.05, renew=0.1, restart=0.01, backoff=0.001)
 OTHER = {"authorization": make_token("other")}
 
 
