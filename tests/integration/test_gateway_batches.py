@@ -165,7 +165,7 @@ async def test_a_line_that_always_fails_on_our_side_is_given_up(redis_server) ->
         done = await over(mesh, await submit(mesh, lines(1)))
         (error,) = await content(mesh, done["error_file_id"])
         assert (error["response"], error["error"]["code"]) == (None, "attempts_exhausted")
-        assert len(mesh.workers[0].calls) == 10
+        assert 1 < len(mesh.workers[0].calls) <= 10
 
 
 async def test_cancelling_ends_what_runs_and_tells_of_what_didn_t(redis_server) -> None:
