@@ -104,3 +104,19 @@ def test_a_job_survives_sigkill_of_each_process(tmp_path: Path) -> None:
     assert all(0 < done < 60 for _, _, done in outcome.kills)
     assert (outcome.num_lost, outcome.num_doubled, outcome.num_failed, outcome.num_differing) == (0, 0, 0, 0), logs
     assert outcome.batch.num_completed == outcome.batch.num_lines == 60
+
+
+def test_embeddings_are_lines_too(mesh: Mesh) -> None:
+    client = mesh.openai()
+    entry = {"method": "POST", "url": "/v1/embeddings", "body": {"model": "all-minilm-l6-v2", "input": "A cat sat on the mat."}}
+    content = "".join(json.dumps({"custom_id": f"text-{number}"} | entry) + "\n" for number in range(3)).encode()
+    file = client.files.create(file=("texts.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", "the job is completed", seconds=60)
+    output = client.batches.retrieve(batch.id).output_file_id
+    assert output is not None
+    results = [json.loads(line) for line in client.files.content(output).text.splitlines()]
+    alone = client.embeddings.create(model="all-minilm-l6-v2", input="A cat sat on the mat.").data[0].embedding
+    assert len(results) == 3
+    for result in results:
+        assert result["response"]["body"]["data"][0]["embedding"] == pytest.approx(alone, abs=1e-5)

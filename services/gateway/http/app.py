@@ -1,7 +1,6 @@
 """The OpenAI face's routes: authenticate, read, check, admit, and hand to the endpoint that renders."""
 
 import functools
-import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from forebay.v1 import scheduler_pb2, types_pb2
+from forebay.v1 import admin_pb2, scheduler_pb2, types_pb2
 from services.common import tracing
 from services.common.errors import Code, StatusError, invalid
 from services.gateway.auth import Caller
@@ -19,19 +18,33 @@ from services.gateway.embed_request import admit_embedding
 from services.gateway.embeddings import Embeddings
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Generations
-from services.gateway.http import batches, chat, completions, edge, embeddings, errors, fields, files, openapi, ratelimit, sse, use
+from services.gateway.http import (
+    batches,
+    chat,
+    completions,
+    edge,
+    embeddings,
+    errors,
+    fields,
+    files,
+    head,
+    objects,
+    openapi,
+    ratelimit,
+    sse,
+)
 from services.gateway.http.answer import Run, collected, merged
 from services.gateway.http.body import read_json
 from services.gateway.http.structured import grammar_of
 from services.gateway.http.traced import Traced
-from services.gateway.latency import UNSPECIFIED, LatencyClass, latency_class
 from services.gateway.metrics import CLASS_NAMES
 from services.gateway.models import Capability, ServedModel
 from services.gateway.request import Admitted, Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens
 from services.gateway.usage import usage
 from services.gateway.validator import validate_label
 
-MAX_DEADLINE_SECONDS = 86_400.0
+MAX_USAGE_DAYS = 90
+MAX_USAGE_ROWS = 1000
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -69,7 +82,7 @@ class Face:
     """The endpoints of one gateway."""
 
     def __init__(self, gateway: Gateway, name: str = "http") -> None:
-        """`name`: whom the metrics count its generations for."""
+        """`name`: whom the metrics count its work for."""
         self._gateway = gateway
         self._generations = Generations(gateway.mesh, gateway.metrics, name)
         self._embeddings = Embeddings(gateway.mesh, gateway.metrics, name)
@@ -119,17 +132,25 @@ class Face:
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         policy = await self._policy(await self._authenticate(request))
-        return _json({"object": "list", "data": [_model(model) for model in self._gateway.catalogue.list(policy)]})
+        return _json({"object": "list", "data": [objects.model(model) for model in self._gateway.catalogue.list(policy)]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
         policy = await self._policy(await self._authenticate(request))
-        return _json(_model(self._gateway.catalogue.describe(request.path_params["name"], policy)))
+        return _json(objects.model(self._gateway.catalogue.describe(request.path_params["name"], policy)))
 
     async def usage(self, request: Request) -> Response:
         """GET /v1/usage: the caller's own org's use; for operators any org's, or all."""
         who = await self._caller(request)
-        return _json(use.page(await usage(self._gateway.mesh, who, use.asked(request))))
+        asked = admin_pb2.GetUsageRequest(
+            org=request.query_params.get("org", ""),
+            days=head.whole(request, "days", 1, MAX_USAGE_DAYS),
+            page_size=head.whole(request, "page_size", MAX_USAGE_ROWS, MAX_USAGE_ROWS),
+            page_token=request.query_params.get("page_token", ""),
+        )
+        used = await usage(self._gateway.mesh, who, asked)
+        page = {"object": "list", "data": [objects.usage_row(row) for row in used.rows]}
+        return _json(page | {"next_page_token": used.next_page_token} if used.next_page_token else page)
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
@@ -207,8 +228,8 @@ class Face:
             # Of a canary's models, a user's conversations stay with one.
             model=self._model(body, policy, sticky=user or label or uuid.uuid4().hex, capability=capability),
             policy=policy,
-            latency_class=_class(request, body),
-            deadline_seconds=_deadline(request),
+            latency_class=head.asked_class(request, body),
+            deadline_seconds=head.asked_deadline(request),
             deadlines=self._gateway.deadlines,
             label=label,
             echo=echo,
@@ -230,46 +251,6 @@ class Face:
         if first.lowered_from:
             headers["x-forebay-class-lowered-from"] = CLASS_NAMES[first.lowered_from]
         return lambda lease: headers.update(ratelimit.headers(lease.quota))
-
-
-def _class(request: Request, body: Mapping[str, Any]) -> LatencyClass:
-    """x-forebay-class, or service_tier. Where both say something, they must say the same."""
-    header, tier = request.headers.get("x-forebay-class"), body.get("service_tier")
-    by_header, by_tier = latency_class(header, "x-forebay-class"), latency_class(tier, "service_tier")
-    if UNSPECIFIED not in (by_header, by_tier) and by_header != by_tier:
-        raise invalid("service_tier", f"service_tier {tier!a} contradicts the header x-forebay-class {header!a}: send one of them")
-    return by_header or by_tier
-
-
-def _deadline(request: Request) -> float | None:
-    """x-forebay-deadline: seconds that the answer may take."""
-    header = request.headers.get("x-forebay-deadline")
-    if header is None:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= MAX_DEADLINE_SECONDS:
-        raise invalid(
-            "x-forebay-deadline", f"x-forebay-deadline is {header[:32]!a}: send seconds, above 0 and at most {MAX_DEADLINE_SECONDS:g}"
-        )
-    return seconds
-
-
-def _model(model: ServedModel) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "forebay",
-        "max_model_len": model.max_model_len,
-        "aliases": list(model.aliases),
-        "version": model.version,
-        "level": model.level,
-        "ready": model.ready,
-        "capabilities": [model.capability],
-    }
 
 
 def _json(value: Mapping[str, Any], status: int = 200) -> Response:

@@ -16,7 +16,8 @@ from services.gateway.batch_lines import ENDPOINTS
 from services.gateway.batch_runner import Reply
 from services.gateway.gateway import Gateway
 from services.gateway.http import edge, errors
-from services.gateway.http.app import MAX_DEADLINE_SECONDS, Face
+from services.gateway.http.app import Face
+from services.gateway.http.head import MAX_DEADLINE_SECONDS
 
 _DEFINITE = frozenset((400, 401, 403, 404, 409, 413, 415, 501))
 _NEVER_FITS = "REQUEST_TOO_LARGE"  # the scheduler's reason

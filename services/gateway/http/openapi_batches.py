@@ -50,7 +50,7 @@ FILES = _paged(get("List the org's files", 401, 403, 503), query("purpose", {"en
 FILE = _named(get("Describe a file", 401, 403, 404, 503), "file_id")
 CONTENT = _named(get("Read a file", 401, 403, 404, 503), "file_id")
 DELETE_FILE = _named(get("Delete a file that no open job needs", 401, 403, 404, 503), "file_id")
-CREATE_BATCH = post("Begin a job", _BATCH, ["input_file_id", "endpoint"], [HEADER_ID], streams=False)
+CREATE_BATCH = post("Begin a job", _BATCH, ["input_file_id", "endpoint"], [HEADER_ID], runs=False)
 BATCHES = _paged(get("List the org's jobs", 401, 403, 503))
 BATCH = _named(get("Describe a job", 401, 403, 404, 503), "batch_id")
 CANCEL_BATCH = _named(get("Cancel a job: lines without a result get one that says so", 401, 403, 404, 503), "batch_id")
