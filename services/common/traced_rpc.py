@@ -27,6 +27,8 @@ _SERVER_FAULTS = frozenset(
     }
 )
 """What makes a server's span an error, by the conventions."""
+_SLACK_SECONDS = 0.1
+"""A client's deadline is over before ours by what its call took to arrive: what it ends so close to it ends by it."""
 _NO_FAULTS = frozenset({grpc.StatusCode.OK, grpc.StatusCode.CANCELLED})
 """For a client: what this side gave up is no fault of the call's; the span above says why."""
 
@@ -76,7 +78,7 @@ def _serving(method: str, parent: Span, context: Any) -> Iterator[None]:
         raise
     except asyncio.CancelledError:
         left = context.time_remaining()
-        code = grpc.StatusCode.CANCELLED if left is None or left > 0 else grpc.StatusCode.DEADLINE_EXCEEDED
+        code = grpc.StatusCode.CANCELLED if left is None or left > _SLACK_SECONDS else grpc.StatusCode.DEADLINE_EXCEEDED
         raise
     finally:
         span.set({semconv.RPC_RESPONSE_STATUS_CODE: code.name})

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from services.common import semconv, tracing
 from services.common.tracing import Span
 from services.worker.engine.timeline import Event, Snapshot
-from services.worker.engine_loop import Step
 from services.worker.metrics import Ended
+from services.worker.turn import Step
 
 STEP_SECONDS = 1.0
 """At most one step in so long has a span: steps come by the hundred."""

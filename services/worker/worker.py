@@ -19,7 +19,7 @@ from services.common.tls import Identity
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.encoder import Encoder
 from services.worker.engine.engine import Engine
-from services.worker.engine_loop import EngineLoop, Turn
+from services.worker.engine_loop import EngineLoop
 from services.worker.flight_record import InFlight
 from services.worker.leases import MAX_WAITING, Leases
 from services.worker.metrics import WorkerMetrics
@@ -33,6 +33,7 @@ from services.worker.sharing.weights import Weights
 from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
+from services.worker.turn import Turn
 from services.worker.watchdog import Pauses
 from services.worker.wire import Served, in_flight, step_time_model
 

@@ -11,8 +11,9 @@ from services.worker import engine_loop
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.request import EngineRequest, SamplingParams, TokenOutput
-from services.worker.engine_loop import EngineLoop, Step, StepWindow, Turn
+from services.worker.engine_loop import EngineLoop
 from services.worker.sharing.device import SharedDevice
+from services.worker.turn import Turn
 from tests.worker_harness import VOCAB_SIZE, Clock, ToyRunner, continuation, until
 
 
@@ -289,16 +290,3 @@ async def test_a_long_prefill_is_progress_without_a_token() -> None:
         await until(lambda: sum(step.num_tokens for turn in self.turns for step in turn.steps) == 24)
         assert self.runner.num_steps == 3
         self.loop.abort("r")
-
-
-def test_the_window_is_the_last_second() -> None:
-    window = StepWindow()
-    window.record(Step("", 0.0, 0.5, 10, 4))
-    window.record(Step("", 0.6, 0.8, 10, 6))
-    assert window.utilization(1.0) == pytest.approx(0.7)
-    assert window.step_seconds(1.0) == pytest.approx(0.35)
-    assert window.tokens_per_second(1.0) == 10
-    assert window.utilization(1.3) == pytest.approx(0.4)
-    assert window.utilization(1.3, running_since=1.1) == pytest.approx(0.6)
-    assert window.utilization(9.0, running_since=1.1) == 1.0
-    assert (window.utilization(9.0), window.step_seconds(9.0), window.tokens_per_second(9.0)) == (0, 0, 0)

@@ -5,9 +5,9 @@ from opentelemetry.trace import StatusCode
 
 from services.common import semconv, tracing
 from services.worker.engine.timeline import Event, Kind, Snapshot
-from services.worker.engine_loop import Step
 from services.worker.metrics import Ended
 from services.worker.spans import MAX_LINKS, STEP_SECONDS, StepSpans, trace_request
+from services.worker.turn import Step
 from tests.spans import recorded
 
 TIMELINE = Snapshot(2.0, (Event(Kind.ADMITTED, 2.0, 0, 0, 8), Event(Kind.PREFILL, 3.0, 0, 24, 0, 1), Event(Kind.ENDED, 6.0, 1, 5)), ())
