@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,21 +96,11 @@ class Fleet:
     async def start_valkey(self) -> None:
         """Returns when it answers."""
         await self.valkey.start(wait=False)
-        await until(self._valkey_answers, "Valkey answers")
+        await until(partial(valkey.answers, self.valkey_socket), "Valkey answers")
 
     def forget_valkey(self) -> None:
         """What it keeps is gone at its next start."""
         shutil.rmtree(self.folder / "appendonlydir", ignore_errors=True)
-
-    async def _valkey_answers(self) -> bool:
-        with contextlib.suppress(OSError):
-            reader, writer = await asyncio.open_unix_connection(str(self.valkey_socket))
-            try:
-                writer.write(b"PING\r\n")
-                return await reader.readline() == b"+PONG\r\n"
-            finally:
-                writer.close()
-        return False
 
     async def _add_scheduler(self, number: int) -> None:
         link = Proxy(to_socket(str(self.valkey_socket)))

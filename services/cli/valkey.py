@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from services.cli.problem import Problem
@@ -52,15 +53,16 @@ def spec(directory: Path, socket: Path) -> ChildSpec:
     }
     arguments = [word for option, value in options.items() for word in (f"--{option}", value)]
 
-    async def answers() -> bool:
-        with contextlib.suppress(OSError):
-            reader, writer = await asyncio.open_unix_connection(str(socket))
-            try:
-                writer.write(b"PING\r\n")
-                # -LOADING while it reads its append-only file
-                return await reader.readline() == b"+PONG\r\n"
-            finally:
-                writer.close()
-        return False
+    return ChildSpec("valkey", (binary(), *arguments), probe=partial(answers, socket), start_seconds=60)
 
-    return ChildSpec("valkey", (binary(), *arguments), probe=answers, start_seconds=60)
+
+async def answers(socket: Path) -> bool:
+    """Whether the server there takes commands; it says -LOADING while it reads its append-only file."""
+    with contextlib.suppress(OSError):
+        reader, writer = await asyncio.open_unix_connection(str(socket))
+        try:
+            writer.write(b"PING\r\n")
+            return await reader.readline() == b"+PONG\r\n"
+        finally:
+            writer.close()
+    return False

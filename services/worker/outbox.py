@@ -1,15 +1,20 @@
 """One stream's messages: which go when, and how much may wait for a slow reader. Knows no engine thread and no RPC context."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Generic, TypeVar
 
 from forebay.v1 import worker_pb2
 from services.common.errors import Code, StatusError
 from services.worker.engine.request import TokenOutput
 from services.worker.wire import append, size
+
+Item = TypeVar("Item")
+Message = TypeVar("Message")
 
 
 class News(Enum):
@@ -44,22 +49,76 @@ class Pace:
         return max(self.delta_seconds, min(self.share_seconds * num_streams, self.most_delta_seconds))
 
 
-class Outbox:
-    """Collects a request's outputs and hands out its next message when that is due."""
+class Stream(ABC, Generic[Item, Message]):
+    """Hands out its next message when that is due, until it ends or fails."""
 
-    def __init__(self, pace: Pace, *, num_choices: int, num_streams: Callable[[], int] = lambda: 1) -> None:
-        """`num_choices`: how many will end. `num_streams`: how many streams there are just now."""
+    def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._num_streams = num_streams
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._wake = asyncio.Event()
-        self._pending: deque[tuple[TokenOutput, int]] = deque()  # with its bytes
+        self._pending: deque[Item] = deque()
+        self._error: StatusError | None = None
+
+    def fail(self, error: StatusError) -> None:
+        """The stream ends with this error; what waits is dropped. The first error stands."""
+        if self._error is None:
+            self._error = error
+            self._pending.clear()
+            self._wake.set()
+
+    async def next(self, deadline: float | None = None) -> Message | News:
+        """The next message when it is due; SILENCE after a second without; ENDED when all has come and was sent.
+
+        Raises the StatusError that the stream failed with, or DEADLINE_EXCEEDED at `deadline` (by the event loop's clock).
+        """
+        while True:
+            if self._error is not None:
+                raise self._error
+            now = self._loop.time()
+            if deadline is not None and now >= deadline:
+                raise StatusError(Code.DEADLINE_EXCEEDED, "the deadline passed while the request ran")
+            if not self._pending and self._has_all:
+                return News.ENDED
+            due = self._due()
+            if now >= due:
+                self._sent_at = now
+                return self._take() if self._pending else News.SILENCE
+            await self._sleep(due if deadline is None else min(due, deadline))
+
+    async def _sleep(self, until: float) -> None:
+        self._wake.clear()
+        timer = self._loop.call_at(until, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            timer.cancel()
+
+    @property
+    @abstractmethod
+    def _has_all(self) -> bool:
+        """Nothing comes any more."""
+
+    @abstractmethod
+    def _due(self) -> float:
+        """When the next message must go."""
+
+    @abstractmethod
+    def _take(self) -> Message:
+        """As much as fits into one message."""
+
+
+class Outbox(Stream[tuple[TokenOutput, int], worker_pb2.TokenDeltas]):
+    """A request's tokens. What waits is the outputs, each with its bytes."""
+
+    def __init__(self, pace: Pace, *, num_choices: int, num_streams: Callable[[], int] = lambda: 1) -> None:
+        """`num_choices`: how many will end. `num_streams`: how many streams there are just now."""
+        super().__init__(pace)
+        self._num_streams = num_streams
         self._pending_bytes = 0
         self._urgent = False
         self._begun: set[int] = set()
         self._num_open = num_choices
-        self._error: StatusError | None = None
 
     def push(self, output: TokenOutput) -> None:
         """New tokens of one choice."""
@@ -80,36 +139,14 @@ class Outbox:
             self._urgent = True
             self._wake.set()
 
-    def fail(self, error: StatusError) -> None:
-        """The stream ends with this error; what waits is dropped. The first error stands."""
-        if self._error is None:
-            self._error = error
-            self._pending.clear()
-            self._wake.set()
-
     @property
     def error(self) -> StatusError | None:
         """How the stream failed, if it did."""
         return self._error
 
-    async def next(self, deadline: float | None = None) -> worker_pb2.TokenDeltas | News:
-        """The next deltas when they are due; SILENCE after a second without; ENDED when every choice has ended and was sent.
-
-        Raises the StatusError that the stream failed with, or DEADLINE_EXCEEDED at `deadline` (by the event loop's clock).
-        """
-        while True:
-            if self._error is not None:
-                raise self._error
-            now = self._loop.time()
-            if deadline is not None and now >= deadline:
-                raise StatusError(Code.DEADLINE_EXCEEDED, "the deadline passed while the request ran")
-            if not self._pending and self._num_open == 0:
-                return News.ENDED
-            due = self._due()
-            if now >= due:
-                self._sent_at = now
-                return self._take() if self._pending else News.SILENCE
-            await self._sleep(due if deadline is None else min(due, deadline))
+    @property
+    def _has_all(self) -> bool:
+        return self._num_open == 0
 
     def _due(self) -> float:
         """When the next message must go."""
@@ -119,14 +156,6 @@ class Outbox:
             return self._sent_at + self._pace.ping_seconds
         due, beat = self._sent_at + self._pace.delta(self._num_streams()), self._pace.delta_seconds
         return beat * round(due / beat) if beat else due
-
-    async def _sleep(self, until: float) -> None:
-        self._wake.clear()
-        timer = self._loop.call_at(until, self._wake.set)
-        try:
-            await self._wake.wait()
-        finally:
-            timer.cancel()
 
     def _take(self) -> worker_pb2.TokenDeltas:
         """As much as fits into one message, joined by choice. The rest stays urgent."""
