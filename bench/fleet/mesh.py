@@ -160,6 +160,7 @@ class Mesh:
     def _end(self, job: Job) -> None:
         name, slots, blocks = self._held.pop(job.request_id)
         self._reserve(name, -slots, -blocks)
+        self._memory.backlog.ended(job.request_id)
         self._left -= 1
         self.outcome.ttft.append(job.first_at - job.arrived)
         self.outcome.ended_at.append(job.ended_at)

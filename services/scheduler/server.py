@@ -160,6 +160,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         except StatusError as error:
             await errors.abort(context, error)
         if ended:
+            self._scheduler.memory.backlog.ended(request.request_id)
             self._scheduler.room()
             self._scheduler.metrics.ended(line, finish_label(request))
         return scheduler_pb2.FinishResponse(ended=ended)

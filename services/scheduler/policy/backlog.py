@@ -47,6 +47,12 @@ class Backlog:
         node.tokens += num_tokens
         node.sent[request_id] = num_tokens, now
 
+    def ended(self, request_id: str) -> None:
+        """A request is over: what no heartbeat has told of it by now was computed between two of them, or won't be."""
+        for node in self._nodes.values():
+            tokens, _ = node.sent.pop(request_id, (0.0, 0.0))
+            node.tokens = max(0.0, node.tokens - tokens)
+
     def tokens(self, incarnation: str, now: float) -> float:
         """What it has to compute by now."""
         node = self._nodes.get(incarnation)

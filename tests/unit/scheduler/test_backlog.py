@@ -34,6 +34,18 @@ def test_a_heartbeat_counts_what_it_lists_and_what_is_on_its_way_is_added() -> N
     assert backlog.tokens("i1", 9.0) == 5, "it has ended between two heartbeats, or never came"
 
 
+def test_what_has_ended_counts_no_more_though_no_heartbeat_came_between() -> None:
+    backlog = Backlog()
+    backlog.sent("i1", "short", 224, 1.0)
+    backlog.sent("i1", "other", 30, 1.0)
+    backlog.ended("short")
+    backlog.ended("short")
+    backlog.ended("of another scheduler")
+    assert backlog.tokens("i1", 1.1) == 30
+    backlog.told("i1", 0, 0.0, (), 1.2)
+    assert backlog.tokens("i1", 1.2) == 30
+
+
 def test_incarnations_are_bounded_the_longest_silent_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NODES", 2)
     backlog = Backlog()
