@@ -20,6 +20,7 @@ from services.gateway.gateway import Gateway
 _log = log.get(__name__)
 
 MESSAGE_SECONDS = 30.0
+_FAILED = StatusError(Code.INTERNAL, "the gateway failed on this call: try again, and report it if it fails again")
 _Take = Callable[[AsyncIterator[bytes], Callable[[bytes], Any]], Awaitable[Any]]
 _caller: ContextVar[Caller] = ContextVar("caller")
 _received_at: ContextVar[float] = ContextVar("received_at")
@@ -58,26 +59,24 @@ class Edge(grpc.aio.ServerInterceptor):
         self, method: Callable[[Any, Any], Awaitable[Any]], parse: Callable[[bytes], Any], take: _Take, name: str
     ) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Any]]:
         async def call(messages: AsyncIterator[bytes], context: Any) -> Any:
-            status = Code.CANCELLED
             _received_at.set(time.monotonic())
+            status = Code.CANCELLED
             try:
                 _caller.set(await self._authenticate(context, name))
                 with self._gateway.calls.one():
                     answer = await method(await take(messages, parse), context)
                 status = Code.OK
                 return answer
-            except StatusError as error:
-                status = error.code
-                await _end(context, error)
+            except StatusError as refused:
+                error, status = refused, refused.code
             except (grpc.aio.AbortError, grpc.aio.UsageError):
                 raise
             except Exception:  # our bug: the client gets a typed end, the log gets the trace
-                status = Code.INTERNAL
                 _log.exception("call_failed", method=name)
-                words = "the gateway failed on this call: try again, and report it if it fails again"
-                await _end(context, StatusError(Code.INTERNAL, words))
-            finally:
+                error, status = _FAILED, Code.INTERNAL
+            finally:  # before the answer goes out: who has it finds it counted
                 self._gateway.metrics.calls.labels("grpc", name.rpartition("/")[2], status.name).inc()
+            await _end(context, error)
 
         return call
 
