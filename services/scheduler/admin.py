@@ -41,7 +41,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             for (model, latency_class), (num, oldest) in sorted(self._scheduler.keeper.lines().items())
         ]
         workers = self._scheduler.registry.states(time.monotonic())
-        return admin_pb2.GetFleetResponse(workers=workers, queues=queues, scheduler_id=self._scheduler.options.scheduler_id)
+        return admin_pb2.GetFleetResponse(
+            workers=workers,
+            queues=queues,
+            scheduler_id=self._scheduler.options.scheduler_id,
+            policies=self._scheduler.orgs.digest,
+        )
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         """See admin.proto."""

@@ -27,6 +27,7 @@ orgs                   hash     org -> what operators have set over the policy f
 drained                hash     worker or node that an operator has taken out of service -> who did
 api_keys               hash     SHA-256 of an API key, in hex -> whose it is (JSON)
 audit                  list     the latest acts of operators (JSON), newest first
+denied                 list     the latest acts that others tried (JSON), newest first
 file:<id>              hash     a file: whose, name, purpose, state, bytes, lines, times, and how many open jobs read it
 parts:<file>           hash     number -> a part of an uploaded file: whole lines, about 64 KiB
 starts:<file>          zset     numbers of the parts by the number of their first line
@@ -82,6 +83,7 @@ _PARTS = {
     "drained": "drained",
     "api_keys": "api_keys",
     "audit": "audit",
+    "denied": "denied",
     "file": "file:",
     "parts": "parts:",
     "starts": "starts:",
@@ -121,6 +123,7 @@ STORED = PREFIX + _PARTS["stored"]
 EXPIRING = PREFIX + _PARTS["expiring"]
 READY = PREFIX + _PARTS["ready"]
 AUDIT = PREFIX + _PARTS["audit"]
+DENIED = PREFIX + _PARTS["denied"]
 
 LUA_TABLE = "local K = {" + ", ".join(f"{name} = '{PREFIX}{part}'" for name, part in _PARTS.items()) + "}\n"
 """Put in front of every script: the fixed keys and the stems of the others."""

@@ -711,8 +711,11 @@ class GetFleetResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
     SCHEDULER_ID_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
     scheduler_id: _builtins.str
     """The scheduler that answers."""
+    policies: _builtins.str
+    """Changes whenever some org's policy has changed: what was kept of GetOrg is old then. Equal on all schedulers that know the same."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]:
         """By worker id."""
@@ -727,10 +730,11 @@ class GetFleetResponse(_message.Message):
         workers: _abc.Iterable[Global___WorkerState] | None = ...,
         queues: _abc.Iterable[Global___QueueDepth] | None = ...,
         scheduler_id: _builtins.str = ...,
+        policies: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queues", b"queues", "scheduler_id", b"scheduler_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies", "queues", b"queues", "scheduler_id", b"scheduler_id", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

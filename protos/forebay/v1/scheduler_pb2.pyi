@@ -21,6 +21,49 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class NoteRefusalRequest(_message.Message):
+    """An act that came to nothing at the gateway."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTOR_FIELD_NUMBER: _builtins.int
+    ACT_FIELD_NUMBER: _builtins.int
+    actor: _builtins.str
+    """Who asked, as the gateway's token check says: org/subject, or an API key's id."""
+    act: _builtins.str
+    """The act's name, "SetOrg"."""
+    def __init__(
+        self,
+        *,
+        actor: _builtins.str = ...,
+        act: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["act", b"act", "actor", b"actor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NoteRefusalRequest: _TypeAlias = NoteRefusalRequest  # noqa: Y015
+
+@_typing.final
+class NoteRefusalResponse(_message.Message):
+    """It was written down."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NoteRefusalResponse: _TypeAlias = NoteRefusalResponse  # noqa: Y015
+
+@_typing.final
 class AuthenticateRequest(_message.Message):
     """An API key, hashed."""
 
@@ -199,6 +242,54 @@ class Ticket(_message.Message):
 Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
 
 @_typing.final
+class ReserveRequest(_message.Message):
+    """Tickets of one request, all of one org."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKETS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tickets(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ticket]:
+        """At least one, at most 256."""
+
+    def __init__(
+        self,
+        *,
+        tickets: _abc.Iterable[Global___Ticket] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tickets", b"tickets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
+
+@_typing.final
+class ReserveResponse(_message.Message):
+    """All are reserved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUOTA_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def quota(self) -> _types_pb2.QuotaState:
+        """Where the org's quota stands with them."""
+
+    def __init__(
+        self,
+        *,
+        quota: _types_pb2.QuotaState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
+
+@_typing.final
 class PlaceRequest(_message.Message):
     """A ticket to place, or to place again."""
 
@@ -215,7 +306,7 @@ class PlaceRequest(_message.Message):
     """Tokens that the client has received already, over all choices."""
     @_builtins.property
     def ticket(self) -> Global___Ticket:
-        """The ticket. The same bytes in every call for one request."""
+        """The ticket. The same in every call for one request, but for a class that a lease has lowered."""
 
     @_builtins.property
     def excluded_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -344,6 +435,7 @@ class Lease(_message.Message):
     TPOT_TARGET_SECONDS_FIELD_NUMBER: _builtins.int
     QUOTA_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
+    LATENCY_CLASS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     epoch: _builtins.int
@@ -360,6 +452,8 @@ class Lease(_message.Message):
     """The class's target for the first token, from the gateway's first sight of the request; 0: none."""
     tpot_target_seconds: _builtins.float
     """The class's target for each further token; 0: none."""
+    latency_class: _types_pb2.LatencyClass.ValueType
+    """The class that the request has: lower than the ticket's where the org's ceiling came down after the gateway had looked."""
     @_builtins.property
     def quota(self) -> _types_pb2.QuotaState:
         """Where the org's quota stands after this request was reserved."""
@@ -381,10 +475,11 @@ class Lease(_message.Message):
         tpot_target_seconds: _builtins.float = ...,
         quota: _types_pb2.QuotaState | None = ...,
         decision: _explain_pb2.Decision | None = ...,
+        latency_class: _types_pb2.LatencyClass.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "quota", b"quota"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decision", b"decision", "epoch", b"epoch", "incarnation", b"incarnation", "queued_seconds", b"queued_seconds", "quota", b"quota", "request_id", b"request_id", "tpot_target_seconds", b"tpot_target_seconds", "ttft_target_seconds", b"ttft_target_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decision", b"decision", "epoch", b"epoch", "incarnation", b"incarnation", "latency_class", b"latency_class", "queued_seconds", b"queued_seconds", "quota", b"quota", "request_id", b"request_id", "tpot_target_seconds", b"tpot_target_seconds", "ttft_target_seconds", b"ttft_target_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,6 +41,10 @@ class SchedulerServiceStub:
     INVALID_ARGUMENT: no worker could ever hold it; or, with the reason QUARANTINED, workers die of it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
     concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
     """
+    Reserve: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReserveRequest, _scheduler_pb2.ReserveResponse]
+    """Takes the quota of several tickets of one request, or of none: what is refused has taken nothing. Each is placed by a Place of its own, within 5 s, or
+    refunded. Refuses as Place does. Idempotent by request ids.
+    """
     Finish: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRequest, _scheduler_pb2.FinishResponse]
     """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so. Epoch 0: there is no lease, only something to explain."""
     Attach: _grpc.StreamStreamMultiCallable[_scheduler_pb2.AttachRequest, _scheduler_pb2.AttachResponse]
@@ -49,6 +53,8 @@ class SchedulerServiceStub:
     """Whose API key this is. UNAUTHENTICATED: none's, revoked or expired. Answers may be kept for some seconds."""
     GetOrg: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetOrgRequest, _scheduler_pb2.GetOrgResponse]
     """What an org was promised; an org that no policy names has the default tier's. Answers may be kept for some seconds."""
+    NoteRefusal: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.NoteRefusalRequest, _scheduler_pb2.NoteRefusalResponse]
+    """Writes down that an act was refused to somebody who is no operator: for the audit."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -63,6 +69,10 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     INVALID_ARGUMENT: no worker could ever hold it; or, with the reason QUARANTINED, workers die of it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
     concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
     """
+    Reserve: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReserveRequest, _scheduler_pb2.ReserveResponse]  # type: ignore[assignment]
+    """Takes the quota of several tickets of one request, or of none: what is refused has taken nothing. Each is placed by a Place of its own, within 5 s, or
+    refunded. Refuses as Place does. Idempotent by request ids.
+    """
     Finish: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRequest, _scheduler_pb2.FinishResponse]  # type: ignore[assignment]
     """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so. Epoch 0: there is no lease, only something to explain."""
     Attach: _aio.StreamStreamMultiCallable[_scheduler_pb2.AttachRequest, _scheduler_pb2.AttachResponse]  # type: ignore[assignment]
@@ -71,6 +81,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """Whose API key this is. UNAUTHENTICATED: none's, revoked or expired. Answers may be kept for some seconds."""
     GetOrg: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetOrgRequest, _scheduler_pb2.GetOrgResponse]  # type: ignore[assignment]
     """What an org was promised; an org that no policy names has the default tier's. Answers may be kept for some seconds."""
+    NoteRefusal: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.NoteRefusalRequest, _scheduler_pb2.NoteRefusalResponse]  # type: ignore[assignment]
+    """Writes down that an act was refused to somebody who is no operator: for the audit."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Where and when. Any number of schedulers share one Redis; a caller may use any of them and change between calls."""
@@ -87,6 +99,16 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         DEADLINE_EXCEEDED: the deadline passed in the queue. UNAVAILABLE + RetryInfo: no worker serves the model, or the queue is full.
         INVALID_ARGUMENT: no worker could ever hold it; or, with the reason QUARANTINED, workers die of it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
         concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
+        """
+
+    @_abc_1.abstractmethod
+    def Reserve(
+        self,
+        request: _scheduler_pb2.ReserveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ReserveResponse, _abc.Awaitable[_scheduler_pb2.ReserveResponse]]:
+        """Takes the quota of several tickets of one request, or of none: what is refused has taken nothing. Each is placed by a Place of its own, within 5 s, or
+        refunded. Refuses as Place does. Idempotent by request ids.
         """
 
     @_abc_1.abstractmethod
@@ -120,5 +142,13 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.GetOrgResponse, _abc.Awaitable[_scheduler_pb2.GetOrgResponse]]:
         """What an org was promised; an org that no policy names has the default tier's. Answers may be kept for some seconds."""
+
+    @_abc_1.abstractmethod
+    def NoteRefusal(
+        self,
+        request: _scheduler_pb2.NoteRefusalRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.NoteRefusalResponse, _abc.Awaitable[_scheduler_pb2.NoteRefusalResponse]]:
+        """Writes down that an act was refused to somebody who is no operator: for the audit."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

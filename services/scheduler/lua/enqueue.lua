@@ -48,9 +48,12 @@ elseif t and t.state == 'ended' and t.reason == 'quarantined' then
   return {'quarantined'}
 elseif t and t.reason == 'shed' and known > 0 then
   return {'shed', most}  -- Its stream has not heard of it.
-elseif known == 0 and lost == 0 and (not t or t.reason == 'shed') then
+elseif known == 0 and lost == 0 and (not t or t.state == 'reserved' or t.reason == 'shed') then
   depth, fits, victim = find_room()
-  if not fits then return {'full', depth} end
+  if not fits then
+    if t and t.state == 'reserved' then release(t) end
+    return {'full', depth}
+  end
 end
 
 local order, enqueued = t and t.order, t and t.enqueued
@@ -67,11 +70,17 @@ if not order then
   order = known > 0 and known or math.max(NOW_US, tonumber(redis.call('GET', K.order) or 0) + 1)
   if known == 0 then redis.call('SET', K.order, int(order)) end
 end
-local state, short, wait = reserve(id, org, quota, lost > 0 or known > 0)
+local state, short, wait = reserve(org, quota, {{id, quota.tokens}}, lost > 0 or known > 0)
 if short then return {'over', state, short, wait} end
 if victim then
   drop(read_ticket(victim), 'shed')
   publish({event = 'shed', request_id = victim, depth = depth})  -- Heard by all, by the one who asks here too.
+end
+
+-- Its org's ceiling has moved since the first call, and with it the class: it goes on in another queue.
+if t and t.state == 'queued' and t.queue ~= queue then
+  dequeue(t)
+  t.state = 'moved'
 end
 
 enqueued = enqueued or (known > 0 and math.min(NOW, math.floor(known / 1000))) or NOW

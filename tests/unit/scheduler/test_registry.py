@@ -7,12 +7,12 @@ import pytest
 from forebay.v1 import scheduler_pb2
 from services.common.errors import StatusError
 from services.policy.org import OrgPolicy
+from services.scheduler.attachment import check_registration
 from services.scheduler.policy.backlog import Backlog
 from services.scheduler.policy.fleet import Worker, could_hold, needs, room
 from services.scheduler.policy.node import StepCost
 from services.scheduler.policy.order import Ticket
 from services.scheduler.registry import FORGET_SECONDS, Registry
-from services.scheduler.server import check_registration
 
 STREAM = object()
 
