@@ -229,8 +229,13 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         self.workers = list(workers)
         self.gate = asyncio.Event()
         self.gate.set()
+        self.hold = asyncio.Event()  # while clear, Place says nothing
+        self.hold.set()
         self.refusals: deque[StatusError] = deque()
         self.places: Journal[scheduler_pb2.PlaceRequest] = Journal()
+        self.reserved: Journal[scheduler_pb2.ReserveRequest] = Journal()
+        self.denied: Journal[tuple[str, str]] = Journal()  # (actor, act)
+        self.policies_digest = ""
         self.finishes: Journal[scheduler_pb2.FinishRequest] = Journal()
         self.withdrawn: Journal[str] = Journal()
         self.fleet_error: StatusError | None = None
@@ -257,6 +262,7 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         try:
             if self.refusals:
                 await abort(context, self.refusals.popleft())
+            await self.hold.wait()
             await context.write(scheduler_pb2.PlaceResponse(queued=scheduler_pb2.Queued(position=0, eta_seconds=-1)))
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -287,6 +293,16 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         self._leases[request.ticket.request_id] = lease
         return lease
 
+    async def Reserve(self, request: scheduler_pb2.ReserveRequest, context: Any) -> scheduler_pb2.ReserveResponse:
+        self.reserved.append(request)
+        if self.refusals:
+            await abort(context, self.refusals.popleft())
+        return scheduler_pb2.ReserveResponse()
+
+    async def NoteRefusal(self, request: scheduler_pb2.NoteRefusalRequest, context: Any) -> scheduler_pb2.NoteRefusalResponse:
+        self.denied.append((request.actor, request.act))
+        return scheduler_pb2.NoteRefusalResponse()
+
     async def Finish(self, request: scheduler_pb2.FinishRequest, context: Any) -> scheduler_pb2.FinishResponse:
         self.finishes.append(request)
         return scheduler_pb2.FinishResponse(ended=True)
@@ -295,7 +311,8 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         self.looks.append(context.peer())
         if self.fleet_error is not None:
             await abort(context, self.fleet_error)
-        return admin_pb2.GetFleetResponse(workers=[worker.state() for worker in self.workers], scheduler_id="s1")
+        states = [worker.state() for worker in self.workers]
+        return admin_pb2.GetFleetResponse(workers=states, scheduler_id="s1", policies=self.policies_digest)
 
     async def GetOrg(self, request: scheduler_pb2.GetOrgRequest, context: Any) -> scheduler_pb2.GetOrgResponse:
         self.org_questions.append(request.org)

@@ -3,6 +3,7 @@
 Owns failover without lost or doubled tokens, and the end of the lease. Knows tokens, not text.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from services.gateway.course import Course
 from services.gateway.deaths import Deaths
 from services.gateway.mesh import Mesh
 from services.gateway.placing import Deadline, Placement
-from services.gateway.request import Generation
+from services.gateway.request import Generation, lowered
 from services.gateway.wire import cache_salt, engine_sampling
 
 _log = log.get(__name__)
@@ -96,6 +97,11 @@ class MeshCall:
             tracing.inside(self._span, partial(self._mesh.finish, end))
 
     @property
+    def request(self) -> Generation:
+        """As it runs: a lease may have lowered its class."""
+        return self._generation
+
+    @property
     def finished(self) -> bool:
         """Whether every choice has ended."""
         return all(choice.finished for choice in self.choices)
@@ -134,6 +140,7 @@ class MeshCall:
             self._course.asked()
             lease = await self._placement.lease(sum(len(choice.token_ids) for choice in self.choices), self._deaths.awaited)
             self._course.leased(lease)
+            self._generation = lowered(self._generation, lease)
             self._on_lease(lease)
             try:
                 async with aclosing(self._attempt(lease)) as events:
@@ -279,6 +286,8 @@ class MeshCall:
         return self._course.was_queued or late_or_shed
 
     def _finish_request(self, error: BaseException | None, epoch: int) -> scheduler_pb2.FinishRequest:
+        if isinstance(error, asyncio.CancelledError) and self._generation.siblings.failure is not None:
+            error = self._generation.siblings.failure
         code, reason = outcome(error, self.choices[0].finish_reason)
         return scheduler_pb2.FinishRequest(
             request_id=self._generation.request_id,

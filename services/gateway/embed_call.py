@@ -21,6 +21,7 @@ from services.gateway.course import Course
 from services.gateway.embed_request import Embedding
 from services.gateway.mesh import Mesh
 from services.gateway.placing import Deadline, Placement
+from services.gateway.request import lowered
 
 _log = log.get(__name__)
 
@@ -82,6 +83,11 @@ class EmbedCall:
             tracing.inside(self._span, partial(self._mesh.finish, end))
 
     @property
+    def request(self) -> Embedding:
+        """As it runs: a lease may have lowered its class."""
+        return self._embedding
+
+    @property
     def num_delivered(self) -> int:
         """Inputs whose vectors are here."""
         return len(self._embedding.inputs) - len(self._missing)
@@ -101,6 +107,7 @@ class EmbedCall:
             self._course.asked()
             lease = await self._placement.lease(0)
             self._course.leased(lease)
+            self._embedding = lowered(self._embedding, lease)
             self._on_lease(lease)
             try:
                 async with aclosing(self._attempt(lease)) as events:

@@ -15,6 +15,7 @@ from forebay.v1 import admin_pb2, admin_pb2_grpc, batch_pb2_grpc, scheduler_pb2,
 from services.common import log, rpc
 from services.common.errors import Code, StatusError, from_rpc, unavailable
 from services.common.tls import Identity
+from services.gateway.full_queues import FullQueues
 
 _log = log.get(__name__)
 
@@ -114,6 +115,7 @@ class Mesh:
         self.limits = limits or MeshLimits()
         self.clock = clock
         self.budget = RetryBudget(self.limits.retry_capacity, self.limits.retry_ratio, self.limits.retry_per_second, clock)
+        self.full_queues = FullQueues(clock)
         self.region = region
         self._identity = identity
         self._version = identity.version if identity else 0  # of the identity, that the channels go by
