@@ -15,7 +15,7 @@ ARGS ?=
 JOBS ?= 2
 COMPOSE_FILES := -f deploy/compose.yaml $(if $(OBSERVE),-f deploy/compose.observe.yaml)
 
-.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak batch-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing bench-sharing bench-place bench-place-rpc bench-routing \
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak batch-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing bench-sharing bench-place bench-place-rpc bench-routing bench-routing-real \
   bench-speculation speculation-lossless config-table compose-up compose-down compose-test clean \
   bench-metrics chaos chaos-long dashboards dashboards-live test-rules
 
@@ -150,6 +150,9 @@ bench-place-rpc: setup ## Place at 500 a second on a scheduler and Valkey of its
 
 bench-routing: setup ## Routing rules on a simulated fleet under published traces, as JSON lines (ARGS='--parts small', say)
 	@$(BIN)/python -m bench.fleet $(ARGS)
+
+bench-routing-real: setup ## Two real workers beside their simulation, and routing by prefix beside round robin, as JSON lines
+	@$(BIN)/python -m bench.fleet.real $(ARGS)
 
 bench-tracing: setup ## What tracing every request costs, as JSON lines
 	@$(BIN)/python -m bench.tracing $(ARGS)
