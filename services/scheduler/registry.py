@@ -104,6 +104,11 @@ class Registry:
         registrations = [worker.registration for worker in self._workers.values()]
         return sorted(r.worker_id for r in registrations if name in (r.worker_id, r.node_id))
 
+    def registration(self, worker_id: str) -> scheduler_pb2.Register | None:
+        """As the worker introduced itself; None: it isn't known."""
+        worker = self._workers.get(worker_id)
+        return None if worker is None else worker.registration
+
     def _not_ready_reason(self, worker: Attached, now: float) -> str:
         reason = worker.not_ready_reason(now, self._liveness_seconds)
         return reason or ("drained by an operator" if self._drained(worker.registration) else "")

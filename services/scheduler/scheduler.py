@@ -24,6 +24,7 @@ from services.scheduler.files import Caps, Files
 from services.scheduler.keeper import Keeper
 from services.scheduler.ledger import Lease, Ledger, Timing
 from services.scheduler.metrics import Metrics, State
+from services.scheduler.model_acts import ModelActs
 from services.scheduler.orgs import Orgs
 from services.scheduler.policy.memory import Memory
 from services.scheduler.policy.routing import ROUTINGS
@@ -98,6 +99,7 @@ class Scheduler:
         self._instance = f"{options.scheduler_id}/{secrets.token_hex(4)}"
         self.ledger = Ledger(store, self._instance, max_queued=options.max_queued, timing=options.timing)
         self.audit = Audit(store, self._instance)
+        self.model_acts = ModelActs(store, self.registry, self._instance)
         self.api_keys = ApiKeys(store, self.audit)
         self.usage = Usage(store)
         self.explanations = Explanations(store)
@@ -188,6 +190,7 @@ class Scheduler:
         """Reads what operators have set. StatusError UNAVAILABLE while Redis is away."""
         await self.orgs.refresh()
         await self.drains.refresh()
+        await self.model_acts.refresh()
 
     def _state(self) -> State:
         return State(

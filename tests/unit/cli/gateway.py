@@ -116,6 +116,13 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         self.acts.append(request)
         return admin_pb2.DrainResponse(worker_ids=[] if request.undrain else ["worker-1", "worker-2"])
 
+    async def SetModel(self, request: Any, context: Any) -> admin_pb2.SetModelResponse:  # type: ignore[override]
+        self.acts.append(request)
+        said = [admin_pb2.WorkerOutcome(worker_id="worker-1", words="is coming to the device")]
+        if request.worker != "worker-1":
+            said.append(admin_pb2.WorkerOutcome(worker_id="worker-2", refused=True, words="is in use by a request"))
+        return admin_pb2.SetModelResponse(outcomes=said)
+
     async def CreateKey(self, request: Any, context: Any) -> admin_pb2.CreateKeyResponse:  # type: ignore[override]
         self.acts.append(request)
         if request.org == "refused":
