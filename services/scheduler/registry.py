@@ -13,6 +13,10 @@ from services.scheduler.policy.health import Gate
 from services.scheduler.policy.node import SLOWDOWN_CELSIUS, NodeState, StepCost, prefill_rate
 from services.scheduler.policy.order import Ticket
 
+UNMEASURED_BYTES_PER_SECOND = 5e9
+"""At which weights are taken to come where the worker hasn't measured it yet."""
+NEVER_SECONDS = 3600.0
+"""What a model counts that can't be served there: its requests go elsewhere while they can, else they hear the reason there."""
 FORGET_SECONDS = 60.0
 """How long a worker that has left is still shown, and still counts when judging what the fleet could ever hold."""
 
@@ -200,7 +204,19 @@ def node_state(r: scheduler_pb2.Register, heartbeat: scheduler_pb2.Heartbeat) ->
         heartbeat.celsius_per_second if heartbeat.HasField("celsius_per_second") else None,
         r.capacity.slowdown_celsius if r.capacity.HasField("slowdown_celsius") else SLOWDOWN_CELSIUS,
         r.region,
+        absent=_absent(heartbeat),
     )
+
+
+def _absent(heartbeat: scheduler_pb2.Heartbeat) -> dict[str, float]:
+    """Models whose weights aren't on the device, with the seconds that bringing them takes."""
+    absent = {}
+    for state in heartbeat.models:
+        if state.place in (scheduler_pb2.MODEL_PLACE_HOST, scheduler_pb2.MODEL_PLACE_LOADING):
+            absent[state.model] = state.load_seconds if state.HasField("load_seconds") else state.num_bytes / UNMEASURED_BYTES_PER_SECOND
+        elif state.place == scheduler_pb2.MODEL_PLACE_COLD:
+            absent[state.model] = NEVER_SECONDS
+    return absent
 
 
 def _names(ticket: Ticket, model: str, version: str) -> bool:

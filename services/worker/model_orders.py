@@ -107,8 +107,12 @@ class ModelOrders:
             state.pinned, state.num_bytes, state.failure = resident.pinned, resident.num_bytes, resident.failure or ""
             state.stay_seconds = _stay_seconds(resident, self._clock())
             if (seconds := self._weights.residency.seconds_to_load(model)) is not None:
-                state.load_seconds = seconds
+                state.load_seconds = seconds if resident.place is not Place.ARRIVING else _left(seconds, resident, self._clock())
         return state
+
+
+def _left(seconds: float, resident: Resident, now: float) -> float:
+    return max(0.0, resident.came_at + seconds - now)
 
 
 def _stay_seconds(resident: Resident, now: float) -> float:

@@ -940,7 +940,9 @@ class ModelState(_message.Message):
     num_bytes: _builtins.int
     """What they take of the device's budget; 0 where they never leave the device."""
     load_seconds: _builtins.float
-    """What bringing them to the device takes, by the bytes per second that were measured; absent while nothing was."""
+    """What bringing them to the device takes, by the bytes per second that were measured; what is left of it while they come. Absent while
+    nothing was measured.
+    """
     num_requests: _builtins.int
     """Requests that hold or wait for something of it."""
     num_used_blocks: _builtins.int
