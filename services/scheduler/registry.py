@@ -210,13 +210,14 @@ def node_state(r: scheduler_pb2.Register, heartbeat: scheduler_pb2.Heartbeat) ->
 
 def _absent(heartbeat: scheduler_pb2.Heartbeat) -> dict[str, float]:
     """Models whose weights aren't on the device, with the seconds that bringing them takes."""
-    absent = {}
-    for state in heartbeat.models:
-        if state.place in (scheduler_pb2.MODEL_PLACE_HOST, scheduler_pb2.MODEL_PLACE_LOADING):
-            absent[state.model] = state.load_seconds if state.HasField("load_seconds") else state.num_bytes / UNMEASURED_BYTES_PER_SECOND
-        elif state.place == scheduler_pb2.MODEL_PLACE_COLD:
-            absent[state.model] = NEVER_SECONDS
-    return absent
+    return {state.model: seconds_to_load(state) for state in heartbeat.models if state.place != scheduler_pb2.MODEL_PLACE_DEVICE}
+
+
+def seconds_to_load(state: scheduler_pb2.ModelState) -> float:
+    """What bringing a model to the device takes, as its worker has measured it, or as it is taken for before that."""
+    if state.place == scheduler_pb2.MODEL_PLACE_COLD:
+        return NEVER_SECONDS
+    return state.load_seconds if state.HasField("load_seconds") else state.num_bytes / UNMEASURED_BYTES_PER_SECOND
 
 
 def _names(ticket: Ticket, model: str, version: str) -> bool:

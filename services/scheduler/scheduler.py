@@ -14,6 +14,7 @@ from typing import Any
 from services.common import log, process
 from services.common.errors import Code, StatusError
 from services.policy.watched import PolicyFile
+from services.scheduler.affinity import Affinity
 from services.scheduler.api_keys import ApiKeys
 from services.scheduler.audit import Audit
 from services.scheduler.batches import Batches, Swept
@@ -26,6 +27,7 @@ from services.scheduler.ledger import Lease, Ledger, Timing
 from services.scheduler.metrics import Metrics, State
 from services.scheduler.model_acts import ModelActs
 from services.scheduler.orgs import Orgs
+from services.scheduler.placer import Placer
 from services.scheduler.policy.memory import Memory
 from services.scheduler.policy.routing import ROUTINGS
 from services.scheduler.policy.rules import Rules
@@ -54,6 +56,7 @@ class Options:
     timing: Timing = field(default_factory=Timing)
     rules: Rules = field(default_factory=Rules)
     caps: Caps = field(default_factory=Caps)
+    prefetch: bool = True
 
     @classmethod
     def of(cls, settings: SchedulerSettings) -> "Options":
@@ -79,6 +82,7 @@ class Options:
                 all=settings.storage_bytes,
                 keep_seconds=settings.file_retention_seconds,
             ),
+            prefetch=settings.prefetch,
         )
 
 
@@ -114,6 +118,10 @@ class Scheduler:
             self.ledger, self.registry, self.rules, self.metrics,
             poll_seconds=options.poll_seconds, delivered=self.placed, memory=self.memory,
         )  # fmt: skip
+        self.affinity = Affinity(store, self._instance)
+        self.placer = Placer(
+            self.affinity, self.registry, self.keeper.lines, self.model_acts, self.metrics, poll_seconds=options.poll_seconds
+        )
         self.metrics.show(self._state())
         self.stopping = False
         self._holders = itertools.count(1)
@@ -129,6 +137,7 @@ class Scheduler:
             self._listen(),
             self._watch_orgs(),
             self._sweep_files(),
+            *([self.placer.run()] if self.options.prefetch else []),
         ]
         self._loops = [asyncio.create_task(loop) for loop in loops]
 
@@ -144,6 +153,8 @@ class Scheduler:
         for task in self._loops:
             task.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
+        with suppress(StatusError):  # Redis is away: its lease runs out.
+            await self.affinity.resign()
 
     async def drain(self) -> None:
         """Waits for the last errands, when no call can send new ones."""
@@ -198,6 +209,7 @@ class Scheduler:
             waiting=self._waiting_by_model,
             workers_ready=lambda: self.registry.ready_by_model(time.monotonic()),
             heartbeat_ages=lambda: self.registry.heartbeat_ages(time.monotonic()),
+            sharing_loads=lambda: self.placer.loads,
             num_leases=lambda: self.keeper.survey.num_leases,
             num_streams=lambda: len(self.waiting),
             redis_away=lambda: self.store.is_away,

@@ -86,6 +86,8 @@ class ModelOrders:
             kind = Kind(act.kind)
             outcome = await self._loop.ask(lambda device, now: device.obey(kind, act.model, now))
             _logger.info("model_act", act=kind.name.lower(), model=act.model, words=outcome.words, refused=outcome.refused)
+        if not act.act_id:  # nobody waits for a word
+            return
         told = scheduler_pb2.ModelActOutcome(act_id=act.act_id, refused=outcome.refused, words=outcome.words)
         self._outcomes.append((self._clock(), told))
         self._news()

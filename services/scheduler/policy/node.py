@@ -55,6 +55,11 @@ def prefill_rate(node: NodeState, num_sequences: int, num_keys: int) -> float:
     return room / node.step.seconds(num_sequences + room, num_sequences, num_keys)
 
 
+def full_rate(node: NodeState) -> float:
+    """Tokens per second of steps that are full of prompts: no load brings it more; 0 while it isn't known."""
+    return 0.0 if node.step is None else node.max_step_tokens / node.step.seconds(node.max_step_tokens, 1, 0)
+
+
 def thermal_factor(node: NodeState, foresight_seconds: float = FORESIGHT_SECONDS) -> float:
     """Share of its speed that a worker keeps at the temperature to which it is warming: SPEC 4's line, from 1 down to MOST_SLOWED."""
     if node.temperature_celsius is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.scheduler.policy.fleet import ServedModel, Worker
-from services.scheduler.policy.node import StepCost, thermal_factor
+from services.scheduler.policy.node import StepCost, full_rate, thermal_factor
 from services.scheduler.policy.order import Ticket
 
 Cost = tuple[float, ...]
@@ -130,7 +130,7 @@ def _paper(offers: Sequence[Offer]) -> list[Cost]:
 
 def _by_paper(offer: Offer) -> Cost:
     node = offer.worker.node
-    rate = COLD_TOKENS_PER_SECOND if node.step is None else node.max_step_tokens / node.step.seconds(node.max_step_tokens, 1, 0)
+    rate = full_rate(node) or COLD_TOKENS_PER_SECOND
     factor = thermal_factor(node, foresight_seconds=0.0)
     latency = (offer.backlog_tokens + offer.ticket.num_prompt_tokens + offer.num_expected_tokens) / (rate * factor)
     load = UTILIZATION_SECONDS * node.utilization
