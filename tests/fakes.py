@@ -320,6 +320,9 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
     async def Drain(self, request: Any, context: Any) -> Any:
         return await self._act(request, admin_pb2.DrainResponse(worker_ids=[request.name]), context)
 
+    async def SetModel(self, request: Any, context: Any) -> Any:
+        return await self._act(request, admin_pb2.SetModelResponse(), context)
+
     async def ListOrgs(self, request: Any, context: Any) -> Any:
         return await self._act(request, admin_pb2.ListOrgsResponse(orgs=self.policies.values()), context)
 

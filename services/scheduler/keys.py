@@ -25,6 +25,9 @@ explained              list     [request id, bytes, when] (JSON) of those that a
 explained_bytes        string   their bytes
 orgs                   hash     org -> what operators have set over the policy file (JSON)
 drained                hash     worker or node that an operator has taken out of service -> who did
+pins                   hash     [worker, node or '' for all, model] (JSON) that an operator has pinned -> who did
+placer                 string   the scheduler that brings models to devices ahead of requests; expires when it doesn't come back
+affinity               hash     [model, worker] (JSON) -> whether it is on the device there, and when it was asked for (JSON)
 api_keys               hash     SHA-256 of an API key, in hex -> whose it is (JSON)
 audit                  list     the latest acts of operators (JSON), newest first
 file:<id>              hash     a file: whose, name, purpose, state, bytes, lines, times, and how many open jobs read it
@@ -80,6 +83,9 @@ _PARTS = {
     "explained_bytes": "explained_bytes",
     "orgs": "orgs",
     "drained": "drained",
+    "pins": "pins",
+    "placer": "placer",
+    "affinity": "affinity",
     "api_keys": "api_keys",
     "audit": "audit",
     "file": "file:",
@@ -116,6 +122,9 @@ EXPLAINED = PREFIX + _PARTS["explained"]
 EXPLAINED_BYTES = PREFIX + _PARTS["explained_bytes"]
 ORGS = PREFIX + _PARTS["orgs"]
 DRAINED = PREFIX + _PARTS["drained"]
+PINS = PREFIX + _PARTS["pins"]
+PLACER = PREFIX + _PARTS["placer"]
+AFFINITY = PREFIX + _PARTS["affinity"]
 API_KEYS = PREFIX + _PARTS["api_keys"]
 STORED = PREFIX + _PARTS["stored"]
 EXPIRING = PREFIX + _PARTS["expiring"]
