@@ -30,16 +30,16 @@ CONFIG = EngineConfig(level="bf16", backend="native", max_sequences=32, max_step
 PROMPT, OUTPUT = 64, 64  # tokens of a request
 
 
-def random_decoder(model: ModelConfig, seed: int, num_threads: int) -> NativeDecoder:
-    """A decoder at bf16."""
+def random_decoder(model: ModelConfig, seed: int, num_threads: int, scale: float = 0.02) -> NativeDecoder:
+    """A decoder at bf16. `scale` is its weights' deviation."""
     compiled = library.find()
     assert compiled is not None, "no compiled kernels: run make setup"
-    return NativeDecoder(model, _random_weights(model, seed), f"random-{seed}", "bf16", compiled, num_threads)
+    return NativeDecoder(model, _random_weights(model, seed, scale), f"random-{seed}", "bf16", compiled, num_threads)
 
 
-def _random_weights(model: ModelConfig, seed: int) -> ReadWeights:
+def _random_weights(model: ModelConfig, seed: int, scale: float) -> ReadWeights:
     shapes = expected_shapes(model)
-    tile = torch.randn(1 << 21, generator=torch.Generator().manual_seed(seed)).mul_(0.02).bfloat16()
+    tile = torch.randn(1 << 21, generator=torch.Generator().manual_seed(seed)).mul_(scale).bfloat16()
 
     def read(name: str) -> torch.Tensor:
         count = torch.Size(shapes[name]).numel()
