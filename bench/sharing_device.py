@@ -60,7 +60,9 @@ class Device:
     weight_bytes: int  # of one model
 
 
-def make(model: ModelConfig, names: Sequence[str], num_places: int | None, kv_bytes: int, num_threads: int) -> Device:
+def make(
+    model: ModelConfig, names: Sequence[str], num_places: int | None, kv_bytes: int, num_threads: int, pinned: Sequence[str] = ()
+) -> Device:
     """As many models of this shape as names, room for the weights of `num_places` of them; None: for all, without moving any."""
     page_bytes, configs = layout.sized(dict.fromkeys(names, (CONFIG, model)))
     num_pages = max(2 * len(names), kv_bytes // page_bytes)
@@ -80,7 +82,7 @@ def make(model: ModelConfig, names: Sequence[str], num_places: int | None, kv_by
             pool=parts[name],
         )
     size = len(decoders[names[0]].weights)
-    weights = None if num_places is None else Weights(num_places * (size + 4096), decoders)
+    weights = None if num_places is None else Weights(num_places * (size + 4096), decoders, pinned)
     return Device(SharedDevice(engines, arena, engines, weights), engines, weights, size)
 
 
