@@ -17,6 +17,7 @@ from services.policy.watched import PolicyFile
 from services.scheduler.api_keys import ApiKeys
 from services.scheduler.audit import Audit
 from services.scheduler.batches import Batches, Swept
+from services.scheduler.claims import Claims
 from services.scheduler.dispatcher import Dispatcher
 from services.scheduler.drains import Drains
 from services.scheduler.explanations import Explanations
@@ -53,6 +54,8 @@ class Options:
     timing: Timing = field(default_factory=Timing)
     rules: Rules = field(default_factory=Rules)
     caps: Caps = field(default_factory=Caps)
+    claim_seconds: float = 3600.0
+    max_claims: int = 10_000
 
     @classmethod
     def of(cls, settings: SchedulerSettings) -> "Options":
@@ -78,6 +81,8 @@ class Options:
                 all=settings.storage_bytes,
                 keep_seconds=settings.file_retention_seconds,
             ),
+            claim_seconds=settings.idempotency_seconds,
+            max_claims=settings.idempotency_keys,
         )
 
 
@@ -99,6 +104,7 @@ class Scheduler:
         self.ledger = Ledger(store, self._instance, max_queued=options.max_queued, timing=options.timing)
         self.audit = Audit(store, self._instance)
         self.api_keys = ApiKeys(store, self.audit)
+        self.claims = Claims(store, keep_seconds=options.claim_seconds, most=options.max_claims)
         self.usage = Usage(store)
         self.explanations = Explanations(store)
         self.files = Files(store, options.caps)
