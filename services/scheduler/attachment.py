@@ -1,5 +1,6 @@
 """One worker's Attach stream: who it is, its heartbeats, and what it is told."""
 
+import asyncio
 import time
 from contextlib import suppress
 
@@ -9,6 +10,7 @@ from forebay.v1 import scheduler_pb2
 from services.common import log
 from services.common.errors import Code, StatusError, invalid
 from services.scheduler.ledger import Held
+from services.scheduler.model_acts import pins_message
 from services.scheduler.registry import as_worker
 from services.scheduler.scheduler import Scheduler
 
@@ -26,6 +28,13 @@ class Attachment:
         self._registration = scheduler_pb2.Register()
         self._stored = False
         """Whether Redis knows this incarnation; it may be away when the worker comes."""
+        self._writing = asyncio.Lock()
+        """gRPC takes one message at a time, and operators' acts come between heartbeats."""
+
+    async def send(self, response: scheduler_pb2.AttachResponse) -> None:
+        """Writes to the worker."""
+        async with self._writing:
+            await self._context.write(response)
 
     async def register(self, registration: scheduler_pb2.Register) -> None:
         """The worker says who it is and what it serves; again when that changes."""
@@ -33,8 +42,9 @@ class Attachment:
         self._registration = registration
         await self._store()
         self._scheduler.registry.attach(registration, self, time.monotonic())
+        self._scheduler.model_acts.attach(registration.worker_id, self, self.send)
         LOG.info("worker_attached", worker=registration.worker_id, incarnation=registration.incarnation, address=registration.address)
-        await self._context.write(
+        await self.send(
             scheduler_pb2.AttachResponse(registered=scheduler_pb2.Registered(scheduler_id=self._scheduler.options.scheduler_id))
         )
         self._scheduler.dispatcher.wake()
@@ -46,7 +56,10 @@ class Attachment:
             raise StatusError(Code.ABORTED, f"a newer stream of worker {worker_id} has taken over", reason="SUPERSEDED")
         drained = self._scheduler.drains.covers(self._registration)
         if drained != heartbeat.drained:
-            await self._context.write(scheduler_pb2.AttachResponse(drain=scheduler_pb2.Drain(drain=drained)))
+            await self.send(scheduler_pb2.AttachResponse(drain=scheduler_pb2.Drain(drain=drained)))
+        self._scheduler.model_acts.hear(worker_id, heartbeat.outcomes)
+        if (pins := self._scheduler.model_acts.pins_of(self._registration)) != list(heartbeat.pins):
+            await self.send(pins_message(pins))
         try:
             revoked = await self._report(heartbeat)
         except StatusError as error:
@@ -55,12 +68,13 @@ class Attachment:
             return  # Redis is away. The streams of this worker go on; so does its life here.
         if revoked:
             leases = [scheduler_pb2.LeaseProgress(request_id=request_id, epoch=epoch) for request_id, epoch in revoked]
-            await self._context.write(scheduler_pb2.AttachResponse(revoke=scheduler_pb2.Revoke(leases=leases)))
+            await self.send(scheduler_pb2.AttachResponse(revoke=scheduler_pb2.Revoke(leases=leases)))
         self._scheduler.room()
 
     def end(self) -> None:
         """The stream is over. Unless this scheduler is leaving or a newer stream is here, the worker is down for all."""
         r = self._registration
+        self._scheduler.model_acts.detach(r.worker_id, self)
         if not self._scheduler.registry.detach(r.worker_id, self) or self._scheduler.stopping:
             return
         LOG.warning("worker_lost", worker=r.worker_id, incarnation=r.incarnation)

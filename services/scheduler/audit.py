@@ -70,6 +70,11 @@ class Audit:
         """Writes down that somebody without the role tried. While Redis is away the log alone has it."""
         await self._write(replace(self._stamped(act), outcome=Code.PERMISSION_DENIED.name), keys.DENIED, MAX_DENIED)
 
+    async def done(self, act: Act) -> None:
+        """Writes an act down that has changed nothing in Redis. While Redis is away the log alone has it."""
+        act = self._stamped(act)
+        await self._write(act, keys.AUDIT, MAX_ENTRIES)
+
     async def refused(self, act: Act, error: StatusError) -> None:
         """Writes an attempt down that came to nothing. While Redis is away the log alone has it."""
         await self._write(replace(self._stamped(act), outcome=error.code.name), keys.AUDIT, MAX_ENTRIES)

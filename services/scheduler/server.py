@@ -10,11 +10,12 @@ from forebay.v1 import admin_pb2_grpc, batch_pb2_grpc, scheduler_pb2, scheduler_
 from services.common import errors, rpc, tracing
 from services.common.errors import Code, StatusError, invalid
 from services.common.metrics import exemplar
-from services.scheduler import quota
+from services.scheduler import keys, quota
 from services.scheduler.admin import AdminServicer
 from services.scheduler.attachment import AttachContext, Attachment
 from services.scheduler.audit import Act
 from services.scheduler.batch_server import BatchServicer
+from services.scheduler.claims import Claim
 from services.scheduler.ledger import Lease
 from services.scheduler.metrics import class_label, finish_label
 from services.scheduler.policy.fleet import impossible
@@ -22,6 +23,7 @@ from services.scheduler.policy.order import Ticket
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.waiting import Position, Waiter, deadline_passed
 from services.scheduler.wire import (
+    check_claim,
     check_id,
     decision_to_proto,
     org_to_proto,
@@ -39,6 +41,7 @@ FinishContext = grpc.aio.ServicerContext[scheduler_pb2.FinishRequest, scheduler_
 AuthenticateContext = grpc.aio.ServicerContext[scheduler_pb2.AuthenticateRequest, scheduler_pb2.AuthenticateResponse]
 ReserveContext = grpc.aio.ServicerContext[scheduler_pb2.ReserveRequest, scheduler_pb2.ReserveResponse]
 RefusalContext = grpc.aio.ServicerContext[scheduler_pb2.NoteRefusalRequest, scheduler_pb2.NoteRefusalResponse]
+ClaimContext = grpc.aio.ServicerContext[scheduler_pb2.ClaimRequest, scheduler_pb2.ClaimResponse]
 OrgContext = grpc.aio.ServicerContext[scheduler_pb2.GetOrgRequest, scheduler_pb2.GetOrgResponse]
 
 
@@ -51,7 +54,7 @@ def add_services(server: grpc.aio.Server, scheduler: Scheduler) -> None:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Place, Reserve, Finish, Attach, Authenticate, GetOrg, NoteRefusal."""
+    """Place, Reserve, Claim, Finish, Attach, Authenticate, GetOrg, NoteRefusal."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -109,7 +112,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _admit(self, request: scheduler_pb2.PlaceRequest, context: PlaceContext) -> Waiter:
         """A waiter for a ticket that makes sense, has time left, and could be served."""
         scheduler, ticket = self._scheduler, read_place(request)
-        if request.lost_epoch == 0:  # What runs already goes on, whatever has been set since.
+        if request.lost_epoch % keys.EPOCHS_PER_TRY == 0:  # What runs already goes on, whatever has been set since.
             ticket = self._allowed([ticket])[0]
         promised = scheduler.orgs.policy.classes[ticket.latency_class]
         seconds = request.ticket.deadline_seconds or promised.deadline_seconds or scheduler.options.default_deadline_seconds
@@ -165,6 +168,25 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 decision=decision_to_proto(lease.decision),
                 latency_class=types_pb2.LatencyClass.ValueType(waiter.ticket.latency_class),
             )
+        )
+
+    async def Claim(self, request: scheduler_pb2.ClaimRequest, context: ClaimContext) -> scheduler_pb2.ClaimResponse:
+        """See scheduler.proto."""
+        try:
+            check_claim(request)
+            claim = Claim(request.request_id, request.seed, request.model, request.model_version)
+            made = await self._scheduler.claims.make(
+                request.org, request.key_hash.hex(), request.digest.hex(), claim, request.deadline_seconds
+            )  # fmt: skip
+        except StatusError as error:
+            await errors.abort(context, error)
+        return scheduler_pb2.ClaimResponse(
+            request_id=made.first.request_id,
+            seed=made.first.seed,
+            model=made.first.model,
+            model_version=made.first.version,
+            lost_epoch=made.lost_epoch,
+            created_unix_seconds=made.created_at,
         )
 
     async def Finish(self, request: scheduler_pb2.FinishRequest, context: FinishContext) -> scheduler_pb2.FinishResponse:
