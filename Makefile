@@ -15,7 +15,7 @@ ARGS ?=
 JOBS ?= 2
 COMPOSE_FILES := -f deploy/compose.yaml $(if $(OBSERVE),-f deploy/compose.observe.yaml)
 
-.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak batch-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing bench-sharing bench-place bench-place-rpc bench-routing \
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak batch-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing bench-sharing bench-place bench-place-rpc bench-routing bench-gateway \
   bench-speculation speculation-lossless config-table compose-up compose-down compose-test clean \
   bench-metrics chaos chaos-long dashboards dashboards-live test-rules
 
@@ -147,6 +147,9 @@ bench-place: setup ## How long one choice of a worker takes among 256 with full 
 
 bench-place-rpc: setup ## Place at 500 a second on a scheduler and Valkey of its own, as JSON lines
 	@$(BIN)/python -m bench.fleet.place_rpc $(ARGS)
+
+bench-gateway: setup ## A gateway's CPU time per delta at 128 streams of a worker that computes nothing, as JSON lines
+	@$(BIN)/python -m bench.gateway $(ARGS)
 
 bench-routing: setup ## Routing rules on a simulated fleet under published traces, as JSON lines (ARGS='--parts small', say)
 	@$(BIN)/python -m bench.fleet $(ARGS)
