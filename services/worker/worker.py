@@ -161,6 +161,7 @@ class Worker:
         if self._drain is not None:
             self._drain.cancel()
         await self.node.stop()
+        self._service.close()
         await self._server.stop(grace=0.5)
         await self.loop.stop(5.0 if self.loop.healthy else 0.5)
         await self._internal.stop()
