@@ -9,6 +9,7 @@ from forebay.v1 import worker_pb2
 from services.gateway.client import MeshCall
 from services.gateway.mesh import Mesh, MeshLimits
 from tests.fakes import LENGTH, FakeScheduler, FakeWorker, Script, WorkerCall, play, serving
+from tests.scheduler_harness import until
 from tests.unit.gateway.build import generation
 
 FAST = MeshLimits(worker_silence=20.0, scheduler_answer=20.0, replace_patience=10.0, exclusion=0.2, backoff=0.01)
@@ -85,16 +86,14 @@ async def test_a_slow_reader_is_paused_and_keeps_no_other() -> None:
         await call.tokens([7], reason=LENGTH)
         await call.complete()
 
-    async with fleet(much) as (mesh, (worker,)):
-        async with MeshCall(mesh, generation(prompt=[1])) as call, aclosing(call.events()) as events:
-            assert isinstance(await anext(events), worker_pb2.Accepted)
-            while not worker.calls[0].carried.paused:
-                await asyncio.sleep(0)
-            num_sent = worker.calls[0].num_sent[0]
-            assert await tokens(mesh, prompt=[1, 2]) == [*LARGE, 7]
-            assert num_sent <= worker.calls[0].num_sent[0] < 20 * len(LARGE)
-            num_tokens = sum([len(event.token_ids) async for event in events if isinstance(event, worker_pb2.TokenDelta)])
-            assert num_tokens == 30 * len(LARGE) + 1
+    async with fleet(much) as (mesh, (worker,)), MeshCall(mesh, generation(prompt=[1])) as call, aclosing(call.events()) as events:
+        assert isinstance(await anext(events), worker_pb2.Accepted)
+        await until(lambda: worker.calls[0].carried.paused)
+        num_sent = worker.calls[0].num_sent[0]
+        assert await tokens(mesh, prompt=[1, 2]) == [*LARGE, 7]
+        assert num_sent <= worker.calls[0].num_sent[0] < 20 * len(LARGE)
+        num_tokens = sum([len(event.token_ids) async for event in events if isinstance(event, worker_pb2.TokenDelta)])
+        assert num_tokens == 30 * len(LARGE) + 1
 
 
 async def test_a_subscription_ends_with_the_mesh() -> None:
@@ -106,5 +105,4 @@ async def test_a_subscription_ends_with_the_mesh() -> None:
         await mesh.close()
         assert worker.calls[0].carried is not None
         place = worker.calls[0].request.delivery
-        while worker.subscriptions.of(place) is not None:
-            await asyncio.sleep(0.001)
+        await until(lambda: worker.subscriptions.of(place) is None)

@@ -12,7 +12,7 @@ from forebay.v1 import worker_pb2
 from services.common.errors import from_rpc
 from services.worker.outbox import Pace
 from services.worker.subscriptions import MAX_UNTAKEN
-from tests.worker_harness import Harness, Response, continuation, hear, serving
+from tests.worker_harness import Harness, Response, continuation, hear, serving, until
 
 NAME = "s" * 32
 Said = worker_pb2.WorkerServiceSubscribeRequest
@@ -97,8 +97,7 @@ async def test_no_more_is_sent_than_the_gateway_takes() -> None:
         for _ in range(MAX_UNTAKEN):
             await gateway.read(take=False)
         reading = asyncio.create_task(gateway.read())
-        while worker.engine.has_work or worker.runner.num_steps < 100:
-            await asyncio.sleep(0.001)
+        await until(lambda: worker.runner.num_steps >= 100 and not worker.engine.has_work)
         assert not reading.done()
         gateway.say()
         await reading
@@ -117,8 +116,7 @@ async def test_a_paused_stream_waits_alone() -> None:
         while not (gateway.heard[1] and gateway.heard[2]):
             await gateway.read()
         gateway.say(paused=[1])
-        while not worker.worker._service._subscriptions._open[NAME]._streams[1].paused:
-            await asyncio.sleep(0.001)
+        await until(lambda: worker.worker._service._subscriptions._open[NAME]._streams[1].paused)
         worker.runner.release()
         await gateway.until_completed(2)
         assert gateway.tokens(1) == []
@@ -136,8 +134,7 @@ async def test_a_stream_that_is_paused_for_too_long_is_given_up() -> None:
         call = worker.stub.Generate(worker.request(max_tokens=8, delivery=place(1)))
         await gateway.read()
         gateway.say(paused=[1])
-        while not worker.worker._service._subscriptions._open[NAME]._streams[1].paused:
-            await asyncio.sleep(0.001)
+        await until(lambda: worker.worker._service._subscriptions._open[NAME]._streams[1].paused)
         worker.runner.release()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await hear(call)
