@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from bench.fleet.node import MAX_SEQUENCES, MAX_WAITING, Job, Node
+from bench.fleet.shared import SharedNode
 from bench.fleet.trace import BLOCK_TOKENS, Row
 from services.scheduler.policy.fleet import ServedModel, Worker
 from services.scheduler.policy.memory import Memory
@@ -56,14 +57,14 @@ class Arrival:
 class Mesh:
     """One scheduler and its nodes. `run` once."""
 
-    def __init__(self, nodes: Sequence[Node], rules: Rules, *, beats: Beats | None = None, seed: int = 0) -> None:
+    def __init__(self, nodes: Sequence[Node | SharedNode], rules: Rules, *, beats: Beats | None = None, seed: int = 0) -> None:
         self._nodes = {node.name: node for node in nodes}
         self._rules = rules
         self._beats = beats or Beats()
         self._draw = random.Random(seed).randrange
         self._memory = Memory()
         self._workers = {node.name: _worker(node) for node in nodes}
-        self._queues: dict[str, deque[tuple[Ticket, float]]] = {node.model.name: deque() for node in nodes}
+        self._queues: dict[str, deque[tuple[Ticket, float]]] = {model: deque() for node in nodes for model in node.served}
         self._held: dict[str, tuple[str, int, int]] = {}  # request -> node, slots, blocks
         self._keys: dict[str, Sequence[bytes]] = {}
         self._outputs: dict[str, int] = {}
@@ -86,7 +87,7 @@ class Mesh:
             now, _, event = heapq.heappop(self._events)
             event(now)
         self.outcome.hit_tokens = sum(node.num_hit_tokens for node in self._nodes.values())
-        self.outcome.slowed_seconds = sum(node.thermals.slowed_seconds for node in self._nodes.values())
+        self.outcome.slowed_seconds = sum(node.slowed_seconds for node in self._nodes.values())
         return self.outcome
 
     def _at(self, time: float, event: Callable[[float], None]) -> None:
@@ -124,8 +125,9 @@ class Mesh:
             self._held[ticket.request_id] = name, p.num_slots, p.num_blocks
             self.outcome.where[ticket.request_id] = name
             job = Job(
-                ticket.request_id, ticket.num_prompt_tokens, self._outputs[ticket.request_id], self._keys.pop(ticket.request_id), came
-            )
+                ticket.request_id, ticket.num_prompt_tokens, self._outputs[ticket.request_id], self._keys.pop(ticket.request_id), came,
+                model=ticket.model,
+            )  # fmt: skip
             self._nodes[name].take(job, now)
             self._schedule(name)
 
@@ -189,9 +191,9 @@ class Mesh:
             heard(now)
 
 
-def _worker(node: Node) -> Worker:
-    model = ServedModel("v1", BLOCK_TOKENS, node.num_blocks, node.num_blocks * BLOCK_TOKENS)
-    return Worker(node.name, node.name, node.name, MAX_SEQUENCES, MAX_SEQUENCES + MAX_WAITING, {node.model.name: model})
+def _worker(node: Node | SharedNode) -> Worker:
+    models = {model: ServedModel("v1", BLOCK_TOKENS, num, num * BLOCK_TOKENS) for model, num in node.served.items()}
+    return Worker(node.name, node.name, node.name, MAX_SEQUENCES, MAX_SEQUENCES + MAX_WAITING, models)
 
 
 def _asked(num_output_tokens: int) -> int:
