@@ -4,13 +4,12 @@ Models on the device step as if each were alone there: simulated is who is where
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from bench.fleet.devices import Device, Model
 from bench.fleet.node import FOREVER, Job, Node
 from services.scheduler.policy.node import NodeState
-from services.worker.sharing.residency import Place, Residency
+from services.worker.sharing.residency import ALIGNMENT, Place, Residency
 
 STANDARD = 2
 LOOK_SECONDS = 0.1
@@ -21,22 +20,23 @@ class SharedNode:
     """As a Node to its mesh, which tells `take` the model by the job."""
 
     def __init__(
-        self, name: str, device: Device, models: Sequence[Model], air_celsius: float, *, num_places: int, bytes_per_second: float
+        self, name: str, nodes: Sequence[Node], weight_bytes: Mapping[str, float], *, num_places: int, bytes_per_second: float
     ) -> None:
-        """Room for the weights of `num_places` of the largest model, which come at that rate."""
+        """A node for each model, by whose names `weight_bytes` are. Room for the weights of `num_places` of the largest, at that rate."""
         self.name = name
-        self.nodes = {model.name: Node(f"{name}/{model.name}", device, model, air_celsius) for model in models}
-        self.residency = Residency(int(num_places * max(model.weight_bytes for model in models)) + 4096 * len(models))
+        self.nodes = {node.model: node for node in nodes}
+        self.engine = nodes[0].engine
+        self.residency = Residency(int(num_places * max(weight_bytes.values())) + ALIGNMENT * len(nodes))
         self.residency.bytes_per_second = bytes_per_second
-        self.served = {model: node.num_blocks for model, node in self.nodes.items()}
+        self.served = {model: node.engine.num_blocks for model, node in self.nodes.items()}
         self.until = FOREVER
         self._bytes_per_second = bytes_per_second
-        self._held: dict[str, list[Job]] = {model.name: [] for model in models}
+        self._held: dict[str, list[Job]] = {model: [] for model in self.nodes}
         self._arrives = FOREVER
         self._coming = ""
-        for model in models:
-            self.residency.add(model.name, int(model.weight_bytes))
-            self.nodes[model.name].warm_up()
+        for model, node in self.nodes.items():
+            self.residency.add(model, int(weight_bytes[model]))
+            node.warm_up()
 
     @property
     def jobs(self) -> dict[str, Job]:

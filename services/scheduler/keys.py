@@ -47,6 +47,9 @@ tries:<batch>          hash     line -> times that it was taken, which is the ep
 strikes:<batch>        hash     line -> times that it was lost, or failed on our side
 ended:<batch>          list     lines that have a result, in the order in which they came; negative ones (-1 - line) are errors
 submitted:<org>:<key>  string   [job, fingerprint] (JSON) of an idempotency key; expires with the files
+once:<org>:<hash>      string   the claim of an idempotency key, hashed with its caller; expires a while after the request's deadline
+onces:<org>            zset     those hashes by the time of their last try: the oldest are forgotten first
+claim:<stem>           hash     what a key stands for (digest, seed, model, tries) and was billed; expires a while after the end
 swept                  hash     when somebody last looked for what is overdue, and since when without a gap
 events                 channel  what other schedulers want to know at once: queued, placed, room, shed, orgs
 """
@@ -105,6 +108,9 @@ _PARTS = {
     "strikes": "strikes:",
     "ended": "ended:",
     "submitted": "submitted:",
+    "once": "once:",
+    "onces": "onces:",
+    "claim": "claim:",
     "swept": "swept",
     "events": "events",
 }
@@ -131,7 +137,13 @@ EXPIRING = PREFIX + _PARTS["expiring"]
 READY = PREFIX + _PARTS["ready"]
 AUDIT = PREFIX + _PARTS["audit"]
 
-LUA_TABLE = "local K = {" + ", ".join(f"{name} = '{PREFIX}{part}'" for name, part in _PARTS.items()) + "}\n"
+EPOCHS_PER_TRY = 1 << 16
+"""Epochs of the n-th try under an idempotency key are above n times so many, so that every epoch of an older try is lower."""
+
+LUA_TABLE = (
+    "local K = {" + ", ".join(f"{name} = '{PREFIX}{part}'" for name, part in _PARTS.items()) + "}\n"
+    f"local EPOCHS_PER_TRY = {EPOCHS_PER_TRY}\n"
+)
 """Put in front of every script: the fixed keys and the stems of the others."""
 
 
@@ -239,6 +251,21 @@ def lines_of(batch_id: str) -> tuple[str, str, str, str, str]:
 def submitted(org: str, key: str) -> str:
     """Key of what an idempotency key made. An org's name has no colon."""
     return f"{PREFIX}{_PARTS['submitted']}{org}:{key}"
+
+
+def once(org: str, key_hash: str) -> str:
+    """Key of what an idempotency key stands for. An org's name has no colon."""
+    return f"{PREFIX}{_PARTS['once']}{org}:{key_hash}"
+
+
+def onces(org: str) -> str:
+    """Key of an org's idempotency keys."""
+    return PREFIX + _PARTS["onces"] + org
+
+
+def claim(stem: str) -> str:
+    """Key of a claim, by all but the last two digits of its requests' ids."""
+    return PREFIX + _PARTS["claim"] + stem
 
 
 def line_name(model: str, latency_class: int) -> str:

@@ -18,6 +18,7 @@ from services.scheduler.affinity import Affinity
 from services.scheduler.api_keys import ApiKeys
 from services.scheduler.audit import Audit
 from services.scheduler.batches import Batches, Swept
+from services.scheduler.claims import Claims
 from services.scheduler.dispatcher import Dispatcher
 from services.scheduler.drains import Drains
 from services.scheduler.explanations import Explanations
@@ -57,6 +58,8 @@ class Options:
     rules: Rules = field(default_factory=Rules)
     caps: Caps = field(default_factory=Caps)
     prefetch: bool = True
+    claim_seconds: float = 3600.0
+    max_claims: int = 10_000
 
     @classmethod
     def of(cls, settings: SchedulerSettings) -> "Options":
@@ -83,6 +86,8 @@ class Options:
                 keep_seconds=settings.file_retention_seconds,
             ),
             prefetch=settings.prefetch,
+            claim_seconds=settings.idempotency_seconds,
+            max_claims=settings.idempotency_keys,
         )
 
 
@@ -105,6 +110,7 @@ class Scheduler:
         self.audit = Audit(store, self._instance)
         self.model_acts = ModelActs(store, self.registry, self._instance)
         self.api_keys = ApiKeys(store, self.audit)
+        self.claims = Claims(store, keep_seconds=options.claim_seconds, most=options.max_claims)
         self.usage = Usage(store)
         self.explanations = Explanations(store)
         self.files = Files(store, options.caps)

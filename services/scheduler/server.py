@@ -11,9 +11,10 @@ from forebay.v1 import admin_pb2_grpc, batch_pb2_grpc, scheduler_pb2, scheduler_
 from services.common import errors, log, rpc, tracing
 from services.common.errors import Code, StatusError, invalid
 from services.common.metrics import exemplar
-from services.scheduler import quota
+from services.scheduler import keys, quota
 from services.scheduler.admin import AdminServicer
 from services.scheduler.batch_server import BatchServicer
+from services.scheduler.claims import Claim
 from services.scheduler.ledger import Held, Lease
 from services.scheduler.metrics import class_label, finish_label
 from services.scheduler.model_acts import pins_message
@@ -22,7 +23,7 @@ from services.scheduler.policy.order import Ticket
 from services.scheduler.registry import as_worker
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.waiting import Position, Waiter, deadline_passed
-from services.scheduler.wire import check_hashes, check_id, decision_to_proto, org_to_proto, read_settlement
+from services.scheduler.wire import check_claim, check_hashes, check_id, decision_to_proto, org_to_proto, read_settlement
 
 LOG = log.get(__name__)
 MAX_REGION = 64
@@ -35,6 +36,7 @@ CALLERS = {"/forebay.v1.SchedulerService/Attach": "worker", "/forebay.": "gatewa
 PlaceContext = grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceResponse]
 FinishContext = grpc.aio.ServicerContext[scheduler_pb2.FinishRequest, scheduler_pb2.FinishResponse]
 AuthenticateContext = grpc.aio.ServicerContext[scheduler_pb2.AuthenticateRequest, scheduler_pb2.AuthenticateResponse]
+ClaimContext = grpc.aio.ServicerContext[scheduler_pb2.ClaimRequest, scheduler_pb2.ClaimResponse]
 OrgContext = grpc.aio.ServicerContext[scheduler_pb2.GetOrgRequest, scheduler_pb2.GetOrgResponse]
 AttachContext = grpc.aio.ServicerContext[scheduler_pb2.AttachRequest, scheduler_pb2.AttachResponse]
 
@@ -48,7 +50,7 @@ def add_services(server: grpc.aio.Server, scheduler: Scheduler) -> None:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Place, Finish, Attach, Authenticate, GetOrg."""
+    """Place, Claim, Finish, Attach, Authenticate, GetOrg."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -111,7 +113,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         seconds = min(seconds, context.time_remaining() or seconds)
         if seconds <= 0:
             raise deadline_passed()
-        if request.lost_epoch == 0:  # What runs already goes on, whatever has been set since.
+        if request.lost_epoch % keys.EPOCHS_PER_TRY == 0:  # What runs already goes on, whatever has been set since.
             self._check_org(ticket)
         problem = impossible(ticket, scheduler.registry.known(time.monotonic()), scheduler.orgs.get(ticket.org))
         if problem is not None:
@@ -150,6 +152,25 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 quota=waiter.quota.to_proto(),
                 decision=decision_to_proto(lease.decision),
             )
+        )
+
+    async def Claim(self, request: scheduler_pb2.ClaimRequest, context: ClaimContext) -> scheduler_pb2.ClaimResponse:
+        """See scheduler.proto."""
+        try:
+            check_claim(request)
+            claim = Claim(request.request_id, request.seed, request.model, request.model_version)
+            made = await self._scheduler.claims.make(
+                request.org, request.key_hash.hex(), request.digest.hex(), claim, request.deadline_seconds
+            )  # fmt: skip
+        except StatusError as error:
+            await errors.abort(context, error)
+        return scheduler_pb2.ClaimResponse(
+            request_id=made.first.request_id,
+            seed=made.first.seed,
+            model=made.first.model,
+            model_version=made.first.version,
+            lost_epoch=made.lost_epoch,
+            created_unix_seconds=made.created_at,
         )
 
     async def Finish(self, request: scheduler_pb2.FinishRequest, context: FinishContext) -> scheduler_pb2.FinishResponse:

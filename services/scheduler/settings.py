@@ -80,6 +80,8 @@ class SchedulerSettings(ServiceSettings):
     org_storage_bytes: int = Field(256 << 20, ge=1, description="files and results that one org may keep in Redis; its jobs wait when full")
     storage_bytes: int = Field(1 << 30, ge=1, description="the same of all orgs together; Redis keeps all of it in memory")
     file_retention_seconds: int = Field(86_400, ge=1, description="how long files are kept, and jobs and their results after their end")
+    idempotency_seconds: float = Field(3600, gt=0, description="how long a request's idempotency key is kept after the request's end")
+    idempotency_keys: int = Field(10_000, ge=1, description="idempotency keys of one org that are kept, the latest; each is some 600 bytes")
     poll_seconds: float = Field(1, gt=0, description="how often to look without having been woken, and to keep house")
 
     @cached_property

@@ -194,6 +194,98 @@ class GetOrgResponse(_message.Message):
 Global___GetOrgResponse: _TypeAlias = GetOrgResponse  # noqa: Y015
 
 @_typing.final
+class ClaimRequest(_message.Message):
+    """A request with a key. Nothing in it tells the prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_VERSION_FIELD_NUMBER: _builtins.int
+    DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """Org of the verified token."""
+    key_hash: _builtins.bytes
+    """Hash of the caller and its key, 32 bytes."""
+    digest: _builtins.bytes
+    """Hash of all that decides on the answer, keyed by the org's salt, 32 bytes."""
+    request_id: _builtins.str
+    """What the request is called if the key is new: 32 hex digits, the last two 00. Further prompts of it have 01, 02, ... there."""
+    seed: _builtins.int
+    """Its seed if the key is new; a further prompt's is one more than the one's before it."""
+    model: _builtins.str
+    """Resolved name, "name@level"."""
+    model_version: _builtins.str
+    """Hash over the weights."""
+    deadline_seconds: _builtins.float
+    """Seconds that the request may take: the key is kept for longer."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        key_hash: _builtins.bytes = ...,
+        digest: _builtins.bytes = ...,
+        request_id: _builtins.str = ...,
+        seed: _builtins.int = ...,
+        model: _builtins.str = ...,
+        model_version: _builtins.str = ...,
+        deadline_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_seconds", b"deadline_seconds", "digest", b"digest", "key_hash", b"key_hash", "model", b"model", "model_version", b"model_version", "org", b"org", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClaimRequest: _TypeAlias = ClaimRequest  # noqa: Y015
+
+@_typing.final
+class ClaimResponse(_message.Message):
+    """What the key stands for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_VERSION_FIELD_NUMBER: _builtins.int
+    LOST_EPOCH_FIELD_NUMBER: _builtins.int
+    CREATED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The first try's."""
+    seed: _builtins.int
+    """The first try's."""
+    model: _builtins.str
+    """What the first try ran on."""
+    model_version: _builtins.str
+    """See model."""
+    lost_epoch: _builtins.int
+    """The epoch that the first Place of this try names as lost: leases of earlier tries end with it, and their epochs are all lower."""
+    created_unix_seconds: _builtins.float
+    """When the first try came."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        seed: _builtins.int = ...,
+        model: _builtins.str = ...,
+        model_version: _builtins.str = ...,
+        lost_epoch: _builtins.int = ...,
+        created_unix_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_seconds", b"created_unix_seconds", "lost_epoch", b"lost_epoch", "model", b"model", "model_version", b"model_version", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClaimResponse: _TypeAlias = ClaimResponse  # noqa: Y015
+
+@_typing.final
 class Ticket(_message.Message):
     """What the queue knows of a request."""
 
@@ -279,7 +371,7 @@ class PlaceRequest(_message.Message):
     NUM_DELIVERED_TOKENS_FIELD_NUMBER: _builtins.int
     AWAITED_FIELD_NUMBER: _builtins.int
     lost_epoch: _builtins.int
-    """The epoch whose worker was lost or refused; 0 at first. That lease is ended before the new placement."""
+    """The epoch whose worker was lost or refused; at first 0, or what Claim said. That lease is ended before the new placement."""
     num_delivered_tokens: _builtins.int
     """Tokens that the client has received already, over all choices."""
     @_builtins.property
@@ -416,7 +508,7 @@ class Lease(_message.Message):
     request_id: _builtins.str
     """The request."""
     epoch: _builtins.int
-    """Placement attempt, from 1. Whoever holds a lower one has lost the request."""
+    """Placement attempt, from 1; of the n-th try under an idempotency key from n x 65536 + 1. Whoever holds a lower one has lost the request."""
     worker_id: _builtins.str
     """The worker's id."""
     incarnation: _builtins.str

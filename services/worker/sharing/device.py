@@ -129,6 +129,7 @@ class SharedDevice:
             member.abort(request_id)
             if request_id in self._progress.get(model, ()):
                 self._changed.add(model)
+        self._rest(0.0)
 
     def step(self, now: float) -> Stepped:
         """One step of the model whose turn it is; none while all weights that are wanted are elsewhere. `now` in seconds, any origin."""
@@ -148,12 +149,18 @@ class SharedDevice:
             member.is_delayed = not self._weights.is_there(model)
         computed, generated = member.num_tokens
         outputs = member.step(now)
+        self._rest(now)
         stepped = Stepped(model, outputs, member.num_tokens[0] - computed, member.num_tokens[1] - generated)
         if outputs or stepped.num_tokens:
             self._idle.clear()
         else:
             self._idle.add(model)
         return stepped
+
+    def _rest(self, now: float) -> None:
+        """An idle device claims nothing."""
+        if self._arena is not None and not self.has_work:
+            claims.settle(self._arena, {}, now)
 
     def _able(self, urgency: Mapping[str, int], now: float) -> list[str]:
         """Whose weights are there, of those that have work."""

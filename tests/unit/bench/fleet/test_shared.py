@@ -9,6 +9,7 @@ import pytest
 
 from bench.fleet.devices import H100, SMALL
 from bench.fleet.mesh import Arrival, Mesh
+from bench.fleet.scenario import node_of
 from bench.fleet.shared import SharedNode
 from bench.fleet.trace import Row
 from services.scheduler.policy.routing import SECONDS, Cost, Offer, Routing
@@ -20,7 +21,17 @@ BYTES_PER_SECOND = SMALL.weight_bytes  # a second each
 
 
 def _nodes(count: int) -> list[SharedNode]:
-    return [SharedNode(f"n{i}", H100, MODELS, 30.0, num_places=2, bytes_per_second=BYTES_PER_SECOND) for i in range(count)]
+    sizes = {model.name: model.weight_bytes for model in MODELS}
+    return [
+        SharedNode(
+            f"n{i}",
+            [node_of(f"n{i}/{model.name}", H100, model, 30.0) for model in MODELS],
+            sizes,
+            num_places=2,
+            bytes_per_second=BYTES_PER_SECOND,
+        )
+        for i in range(count)
+    ]
 
 
 def _arrivals(count: int, per_second: float) -> list[Arrival]:
