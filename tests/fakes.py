@@ -243,6 +243,9 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         self.key_questions: Journal[bytes] = Journal()
         self.acts: Journal[Any] = Journal()  # requests of operators, but for GetFleet
         self.batches: batch_pb2_grpc.BatchServiceServicer | None = None  # what answers BatchService
+        self.claims: Journal[scheduler_pb2.ClaimRequest] = Journal()
+        self.claim_refusals: deque[StatusError] = deque()  # answered first
+        self._claimed: dict[bytes, tuple[scheduler_pb2.ClaimRequest, int]] = {}
         self._leases: dict[str, scheduler_pb2.Lease] = {}
         self._turn = 0
 
@@ -287,6 +290,23 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         self._leases[request.ticket.request_id] = lease
         return lease
 
+    async def Claim(self, request: scheduler_pb2.ClaimRequest, context: Any) -> scheduler_pb2.ClaimResponse:
+        self.claims.append(request)
+        if self.claim_refusals:
+            await abort(context, self.claim_refusals.popleft())
+        first, tries = self._claimed.get(request.key_hash, (request, 0))
+        if first.digest != request.digest:
+            await abort(context, StatusError(grpc.StatusCode.INVALID_ARGUMENT, "another request's", reason="IDEMPOTENCY_KEY_REUSED"))
+        self._claimed[request.key_hash] = first, tries + 1
+        return scheduler_pb2.ClaimResponse(
+            request_id=first.request_id,
+            seed=first.seed,
+            model=first.model,
+            model_version=first.model_version,
+            lost_epoch=(tries + 1) << 16,
+            created_unix_seconds=1_700_000_000.0,
+        )
+
     async def Finish(self, request: scheduler_pb2.FinishRequest, context: Any) -> scheduler_pb2.FinishResponse:
         self.finishes.append(request)
         return scheduler_pb2.FinishResponse(ended=True)
@@ -319,6 +339,9 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
 
     async def Drain(self, request: Any, context: Any) -> Any:
         return await self._act(request, admin_pb2.DrainResponse(worker_ids=[request.name]), context)
+
+    async def SetModel(self, request: Any, context: Any) -> Any:
+        return await self._act(request, admin_pb2.SetModelResponse(), context)
 
     async def ListOrgs(self, request: Any, context: Any) -> Any:
         return await self._act(request, admin_pb2.ListOrgsResponse(orgs=self.policies.values()), context)

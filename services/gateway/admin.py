@@ -36,6 +36,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """See admin.proto."""
         return await self._pass_on(request, lambda scheduler: scheduler.admin.Drain)
 
+    async def SetModel(self, request: admin_pb2.SetModelRequest, _: Context) -> admin_pb2.SetModelResponse:
+        """See admin.proto."""
+        return await self._pass_on(request, lambda scheduler: scheduler.admin.SetModel)
+
     async def ListOrgs(self, request: admin_pb2.ListOrgsRequest, _: Context) -> admin_pb2.ListOrgsResponse:
         """See admin.proto."""
         return await self._pass_on(request, lambda scheduler: scheduler.admin.ListOrgs)

@@ -3,7 +3,7 @@
 Turns the mesh's tokens into text, cuts at stop strings, names log-probabilities' tokens, and counts. Knows no face's format.
 """
 
-import secrets
+import hashlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 
@@ -127,7 +127,7 @@ class _Run:
                 choice_index=news.choice_index,
                 text="".join(part.content for part in parts),
                 reasoning="".join(part.reasoning for part in parts),
-                tool_calls=[_call_delta(part.call) for part in parts if part.call is not None],
+                tool_calls=[self._call_delta(news.choice_index, part.call) for part in parts if part.call is not None],
                 token_ids=piece.token_ids,
                 first_position=news.first_position,
                 logprobs=[self._named(entry) for entry in news.logprobs[: len(piece.token_ids)]],
@@ -144,17 +144,18 @@ class _Run:
             return piece
         return Piece(piece.text + stream.finish(), [*piece.token_ids, *end], stream.stopped)
 
+    def _call_delta(self, choice_index: int, part: CallPart) -> inference_pb2.ToolCallDelta:
+        """The call's id is the same in every try of the request."""
+        place = f"{self._generation.request_id}:{choice_index}:{part.index}"
+        call_id = f"call_{hashlib.sha256(place.encode()).hexdigest()[:24]}" if part.name else ""
+        return inference_pb2.ToolCallDelta(index=part.index, id=call_id, name=part.name, arguments=part.arguments)
+
     def _named(self, entry: types_pb2.PositionLogprobs) -> types_pb2.PositionLogprobs:
         """The entry with its tokens' texts and bytes."""
         for token in (entry.chosen, *entry.top):
             token.text_bytes = self._tokenizer.token_bytes(token.token_id)
             token.text = self._tokenizer.token_text(token.token_id)
         return entry
-
-
-def _call_delta(part: CallPart) -> inference_pb2.ToolCallDelta:
-    call_id = f"call_{secrets.token_hex(12)}" if part.name else ""
-    return inference_pb2.ToolCallDelta(index=part.index, id=call_id, name=part.name, arguments=part.arguments)
 
 
 def _reason(reason: types_pb2.FinishReason.ValueType, reply: Reply) -> types_pb2.FinishReason.ValueType:

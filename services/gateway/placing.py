@@ -63,13 +63,14 @@ class Placement:
         self._ticket = _ticket(request, span, mesh.region)
         self._span = span
         self._deadline = deadline
-        self._epoch = 0
+        self._epoch = request.lost_epoch
+        self._had_lease = False
         self._asking = False  # a lease of the next epoch may be on its way
 
     @property
     def epochs(self) -> list[int]:
         """Epochs that may hold a lease. A call that is left while it is placed may have got one that nobody hears of."""
-        return ([self._epoch] if self._epoch else []) + ([self._epoch + 1] if self._asking else [])
+        return ([self._epoch] if self._had_lease else []) + ([self._epoch + 1] if self._asking else [])
 
     async def lease(self, num_delivered_tokens: int, awaited: Sequence[scheduler_pb2.DeadWorker] = ()) -> scheduler_pb2.Lease:
         """The next lease, behind the word of the dead workers `awaited`; StatusError with the scheduler's words, or DEADLINE_EXCEEDED.
@@ -79,27 +80,27 @@ class Placement:
         """
         if not self._model.level:
             raise unavailable(f"no worker has loaded {self._model.name} yet: try again in a moment", reason="MODEL_NOT_LOADED")
-        patience = self._mesh.clock() + (self._mesh.limits.replace_patience if self._epoch else self._mesh.limits.place_patience)
+        patience = self._mesh.clock() + (self._mesh.limits.replace_patience if self._had_lease else self._mesh.limits.place_patience)
         excluded = self._mesh.excluded()
         attempt = 0
         while True:
             try:
                 self._asking = True  # and so it stays if this call is cancelled
                 lease = await self._ask(excluded, num_delivered_tokens, awaited)
-                self._epoch, self._asking = lease.epoch, False
+                self._epoch, self._had_lease, self._asking = lease.epoch, True, False
                 return lease
             except StatusError as error:
                 self._asking = False
                 if error.code is not Code.UNAVAILABLE:
                     raise self._seen_by_the_client(error) from None
-                if not self._epoch and excluded:
+                if not self._had_lease and excluded:
                     excluded = []  # better a doubtful worker than none
                     continue
-                pause = self._mesh.backoff(attempt) if self._epoch else error.retry_after_seconds or 0.0
+                pause = self._mesh.backoff(attempt) if self._had_lease else error.retry_after_seconds or 0.0
                 if self._mesh.clock() + pause > patience:
                     raise
             await self._deadline.pause(pause)
-            excluded = self._mesh.excluded() if self._epoch else []
+            excluded = self._mesh.excluded() if self._had_lease else []
             attempt += 1
 
     def _seen_by_the_client(self, error: StatusError) -> StatusError:

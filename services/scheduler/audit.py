@@ -51,10 +51,19 @@ class Audit:
             raise StatusError(Code.RESOURCE_EXHAUSTED, f"there are {most} already: take some out first", reason="TOO_MANY")
         _tell(act)
 
+    async def done(self, act: Act) -> None:
+        """Writes an act down that has changed nothing in Redis. While Redis is away the log alone has it."""
+        act = self._stamped(act)
+        _tell(act)
+        await self._write(act)
+
     async def refused(self, act: Act, error: StatusError) -> None:
         """Writes an attempt down that came to nothing. While Redis is away the log alone has it."""
         act = replace(self._stamped(act), outcome=error.code.name)
         _tell(act)
+        await self._write(act)
+
+    async def _write(self, act: Act) -> None:
         try:
             await self._store.commands(["LPUSH", keys.AUDIT, json.dumps(asdict(act))], ["LTRIM", keys.AUDIT, 0, MAX_ENTRIES - 1])
         except StatusError:

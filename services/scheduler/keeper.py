@@ -9,7 +9,7 @@ from contextlib import suppress
 from services.common import log
 from services.common.errors import Code, StatusError, unavailable
 from services.scheduler import keys
-from services.scheduler.ledger import Ended, Expired, Finished, Full, Lease, Ledger, News, Quarantined, Survey
+from services.scheduler.ledger import Ended, Expired, Finished, Full, Lease, Ledger, News, Quarantined, Superseded, Survey
 from services.scheduler.metrics import Metrics, class_label
 from services.scheduler.orgs import Orgs
 from services.scheduler.policy.fleet import Worker, impossible
@@ -102,6 +102,8 @@ class Keeper:
                 waiter.settle(refusal(waiter.ticket, org, answer))
             case Full():
                 self._refuse(waiter, answer.num_waiting, shed=answer.shed)
+            case Superseded():
+                waiter.settle(superseded())
             case Expired():
                 waiter.settle(deadline_passed())
             case Quarantined():

@@ -76,6 +76,11 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Superseded:
+    """A newer try under the request's idempotency key has the ticket."""
+
+
+@dataclass(frozen=True)
 class Quarantined:
     """Workers have died of the request."""
 
@@ -156,7 +161,7 @@ class Ledger:
 
     async def enqueue(
         self, ticket: Ticket, holder: str, org: OrgPolicy, *, deadline_seconds: float, lost_epoch: int = 0
-    ) -> Queued | Lease | Full | Finished | Expired | Quarantined | Over:
+    ) -> Queued | Lease | Full | Finished | Expired | Quarantined | Superseded | Over:
         """Queues a ticket and reserves its org's quota, or says where it stands. `ticket.order` is 0 unless it is known from before."""
         line = keys.line_name(ticket.model, ticket.latency_class)
         queue = keys.queue_name(ticket.model, ticket.latency_class, ticket.org)
@@ -179,6 +184,8 @@ class Ledger:
                 return Expired()
             case "quarantined":
                 return Quarantined()
+            case "superseded":
+                return Superseded()
         return Finished()
 
     async def view(self, workers: Sequence[Worker], max_heads: int, *, preemptible: bool) -> View:

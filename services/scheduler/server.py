@@ -11,17 +11,19 @@ from forebay.v1 import admin_pb2_grpc, batch_pb2_grpc, scheduler_pb2, scheduler_
 from services.common import errors, log, rpc, tracing
 from services.common.errors import Code, StatusError, invalid
 from services.common.metrics import exemplar
-from services.scheduler import quota
+from services.scheduler import keys, quota
 from services.scheduler.admin import AdminServicer
 from services.scheduler.batch_server import BatchServicer
+from services.scheduler.claims import Claim
 from services.scheduler.ledger import Held, Lease
 from services.scheduler.metrics import class_label, finish_label
+from services.scheduler.model_acts import pins_message
 from services.scheduler.policy.fleet import impossible
 from services.scheduler.policy.order import Ticket
 from services.scheduler.registry import as_worker
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.waiting import Position, Waiter, deadline_passed
-from services.scheduler.wire import check_hashes, check_id, decision_to_proto, org_to_proto, read_settlement
+from services.scheduler.wire import check_claim, check_hashes, check_id, decision_to_proto, org_to_proto, read_settlement
 
 LOG = log.get(__name__)
 MAX_REGION = 64
@@ -34,6 +36,7 @@ CALLERS = {"/forebay.v1.SchedulerService/Attach": "worker", "/forebay.": "gatewa
 PlaceContext = grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceResponse]
 FinishContext = grpc.aio.ServicerContext[scheduler_pb2.FinishRequest, scheduler_pb2.FinishResponse]
 AuthenticateContext = grpc.aio.ServicerContext[scheduler_pb2.AuthenticateRequest, scheduler_pb2.AuthenticateResponse]
+ClaimContext = grpc.aio.ServicerContext[scheduler_pb2.ClaimRequest, scheduler_pb2.ClaimResponse]
 OrgContext = grpc.aio.ServicerContext[scheduler_pb2.GetOrgRequest, scheduler_pb2.GetOrgResponse]
 AttachContext = grpc.aio.ServicerContext[scheduler_pb2.AttachRequest, scheduler_pb2.AttachResponse]
 
@@ -47,7 +50,7 @@ def add_services(server: grpc.aio.Server, scheduler: Scheduler) -> None:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Place, Finish, Attach, Authenticate, GetOrg."""
+    """Place, Claim, Finish, Attach, Authenticate, GetOrg."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -110,7 +113,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         seconds = min(seconds, context.time_remaining() or seconds)
         if seconds <= 0:
             raise deadline_passed()
-        if request.lost_epoch == 0:  # What runs already goes on, whatever has been set since.
+        if request.lost_epoch % keys.EPOCHS_PER_TRY == 0:  # What runs already goes on, whatever has been set since.
             self._check_org(ticket)
         problem = impossible(ticket, scheduler.registry.known(time.monotonic()), scheduler.orgs.get(ticket.org))
         if problem is not None:
@@ -149,6 +152,25 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 quota=waiter.quota.to_proto(),
                 decision=decision_to_proto(lease.decision),
             )
+        )
+
+    async def Claim(self, request: scheduler_pb2.ClaimRequest, context: ClaimContext) -> scheduler_pb2.ClaimResponse:
+        """See scheduler.proto."""
+        try:
+            check_claim(request)
+            claim = Claim(request.request_id, request.seed, request.model, request.model_version)
+            made = await self._scheduler.claims.make(
+                request.org, request.key_hash.hex(), request.digest.hex(), claim, request.deadline_seconds
+            )  # fmt: skip
+        except StatusError as error:
+            await errors.abort(context, error)
+        return scheduler_pb2.ClaimResponse(
+            request_id=made.first.request_id,
+            seed=made.first.seed,
+            model=made.first.model,
+            model_version=made.first.version,
+            lost_epoch=made.lost_epoch,
+            created_unix_seconds=made.created_at,
         )
 
     async def Finish(self, request: scheduler_pb2.FinishRequest, context: FinishContext) -> scheduler_pb2.FinishResponse:
@@ -213,6 +235,13 @@ class Attachment:
         self._registration = scheduler_pb2.Register()
         self._stored = False
         """Whether Redis knows this incarnation; it may be away when the worker comes."""
+        self._writing = asyncio.Lock()
+        """gRPC takes one message at a time, and operators' acts come between heartbeats."""
+
+    async def send(self, response: scheduler_pb2.AttachResponse) -> None:
+        """Writes to the worker."""
+        async with self._writing:
+            await self._context.write(response)
 
     async def register(self, registration: scheduler_pb2.Register) -> None:
         """The worker says who it is and what it serves; again when that changes."""
@@ -220,8 +249,9 @@ class Attachment:
         self._registration = registration
         await self._store()
         self._scheduler.registry.attach(registration, self, time.monotonic())
+        self._scheduler.model_acts.attach(registration.worker_id, self, self.send)
         LOG.info("worker_attached", worker=registration.worker_id, incarnation=registration.incarnation, address=registration.address)
-        await self._context.write(
+        await self.send(
             scheduler_pb2.AttachResponse(registered=scheduler_pb2.Registered(scheduler_id=self._scheduler.options.scheduler_id))
         )
         self._scheduler.dispatcher.wake()
@@ -233,7 +263,10 @@ class Attachment:
             raise StatusError(Code.ABORTED, f"a newer stream of worker {worker_id} has taken over", reason="SUPERSEDED")
         drained = self._scheduler.drains.covers(self._registration)
         if drained != heartbeat.drained:
-            await self._context.write(scheduler_pb2.AttachResponse(drain=scheduler_pb2.Drain(drain=drained)))
+            await self.send(scheduler_pb2.AttachResponse(drain=scheduler_pb2.Drain(drain=drained)))
+        self._scheduler.model_acts.hear(worker_id, heartbeat.outcomes)
+        if (pins := self._scheduler.model_acts.pins_of(self._registration)) != list(heartbeat.pins):
+            await self.send(pins_message(pins))
         try:
             revoked = await self._report(heartbeat)
         except StatusError as error:
@@ -242,12 +275,13 @@ class Attachment:
             return  # Redis is away. The streams of this worker go on; so does its life here.
         if revoked:
             leases = [scheduler_pb2.LeaseProgress(request_id=request_id, epoch=epoch) for request_id, epoch in revoked]
-            await self._context.write(scheduler_pb2.AttachResponse(revoke=scheduler_pb2.Revoke(leases=leases)))
+            await self.send(scheduler_pb2.AttachResponse(revoke=scheduler_pb2.Revoke(leases=leases)))
         self._scheduler.room()
 
     def end(self) -> None:
         """The stream is over. Unless this scheduler is leaving or a newer stream is here, the worker is down for all."""
         r = self._registration
+        self._scheduler.model_acts.detach(r.worker_id, self)
         if not self._scheduler.registry.detach(r.worker_id, self) or self._scheduler.stopping:
             return
         LOG.warning("worker_lost", worker=r.worker_id, incarnation=r.incarnation)

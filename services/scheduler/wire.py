@@ -1,5 +1,7 @@
 """What the wire says, as the scheduler's own nouns, and back. Decides nothing but what makes no sense."""
 
+import re
+
 from forebay.v1 import admin_pb2, explain_pb2, scheduler_pb2, types_pb2
 from services.common.errors import Code, invalid
 from services.policy.org import NAME, OrgPolicy
@@ -12,6 +14,9 @@ MAX_ID_LENGTH = 256
 MAX_HASHES = 256
 HASH_BYTES = 8
 MAX_HASH_TOKENS = 4096
+CLAIM_HASH_BYTES = 32
+MAX_DEADLINE_SECONDS = 7 * 86_400.0
+_CLAIMED_ID = re.compile(r"[0-9a-f]{30}00")
 
 
 def check_id(name: str, value: str) -> None:
@@ -32,6 +37,20 @@ def check_hashes(ticket: scheduler_pb2.Ticket) -> None:
     if len(hashes) * tokens > ticket.num_prompt_tokens:
         words = f"{len(hashes)} of {tokens} tokens each are more than the prompt's {ticket.num_prompt_tokens}"
         raise invalid("ticket.block_hashes", f"ticket.block_hashes: {words}")
+
+
+def check_claim(request: scheduler_pb2.ClaimRequest) -> None:
+    """INVALID_ARGUMENT for a claim that makes no sense."""
+    for name in ("org", "model"):
+        check_id(name, getattr(request, name))
+    for name in ("key_hash", "digest"):
+        if len(getattr(request, name)) != CLAIM_HASH_BYTES:
+            raise invalid(name, f"{name} has {len(getattr(request, name))} bytes; it must have {CLAIM_HASH_BYTES}")
+    if not _CLAIMED_ID.fullmatch(request.request_id):
+        raise invalid("request_id", f"request_id is {request.request_id[:40]!r}; it must be 30 hex digits and 00")
+    if not 0 < request.deadline_seconds <= MAX_DEADLINE_SECONDS:
+        words = f"it must be above 0 and at most {MAX_DEADLINE_SECONDS:g}"
+        raise invalid("deadline_seconds", f"deadline_seconds is {request.deadline_seconds:g}; {words}")
 
 
 def check_new_org(name: str, value: str) -> None:

@@ -40,6 +40,11 @@ class SchedulerServiceStub:
     DEADLINE_EXCEEDED: the deadline passed in the queue. UNAVAILABLE + RetryInfo: no worker serves the model, or the queue is full.
     INVALID_ARGUMENT: no worker could ever hold it; or, with the reason QUARANTINED, workers die of it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
     concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
+    ABORTED with the reason SUPERSEDED: a newer stream, or a newer try under the same idempotency key, has the request.
+    """
+    Claim: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ClaimRequest, _scheduler_pb2.ClaimResponse]
+    """Begins a request under its caller's idempotency key, or a further try of the one that has it. Each call is a try, and the newest is the one
+    that counts. INVALID_ARGUMENT with the reason IDEMPOTENCY_KEY_REUSED: the key stands for another request.
     """
     Finish: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRequest, _scheduler_pb2.FinishResponse]
     """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so. Epoch 0: there is no lease, only something to explain."""
@@ -62,6 +67,11 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     DEADLINE_EXCEEDED: the deadline passed in the queue. UNAVAILABLE + RetryInfo: no worker serves the model, or the queue is full.
     INVALID_ARGUMENT: no worker could ever hold it; or, with the reason QUARANTINED, workers die of it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
     concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
+    ABORTED with the reason SUPERSEDED: a newer stream, or a newer try under the same idempotency key, has the request.
+    """
+    Claim: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ClaimRequest, _scheduler_pb2.ClaimResponse]  # type: ignore[assignment]
+    """Begins a request under its caller's idempotency key, or a further try of the one that has it. Each call is a try, and the newest is the one
+    that counts. INVALID_ARGUMENT with the reason IDEMPOTENCY_KEY_REUSED: the key stands for another request.
     """
     Finish: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FinishRequest, _scheduler_pb2.FinishResponse]  # type: ignore[assignment]
     """Ends a lease and settles. Idempotent; an old epoch changes nothing and says so. Epoch 0: there is no lease, only something to explain."""
@@ -87,6 +97,17 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         DEADLINE_EXCEEDED: the deadline passed in the queue. UNAVAILABLE + RetryInfo: no worker serves the model, or the queue is full.
         INVALID_ARGUMENT: no worker could ever hold it; or, with the reason QUARANTINED, workers die of it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
         concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
+        ABORTED with the reason SUPERSEDED: a newer stream, or a newer try under the same idempotency key, has the request.
+        """
+
+    @_abc_1.abstractmethod
+    def Claim(
+        self,
+        request: _scheduler_pb2.ClaimRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ClaimResponse, _abc.Awaitable[_scheduler_pb2.ClaimResponse]]:
+        """Begins a request under its caller's idempotency key, or a further try of the one that has it. Each call is a try, and the newest is the one
+        that counts. INVALID_ARGUMENT with the reason IDEMPOTENCY_KEY_REUSED: the key stands for another request.
         """
 
     @_abc_1.abstractmethod

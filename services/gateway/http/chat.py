@@ -1,6 +1,5 @@
 """POST /v1/chat/completions."""
 
-import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -133,7 +132,7 @@ def _head(generation: Generation, kind: str, fingerprint: str) -> dict[str, Any]
     return {
         "id": f"chatcmpl-{generation.request_id}",
         "object": kind,
-        "created": int(time.time()),
+        "created": int(generation.created),
         "model": generation.model.name,
         "service_tier": TIERS.get(generation.latency_class, TIERS[types_pb2.LATENCY_CLASS_STANDARD]),
         "system_fingerprint": fingerprint,

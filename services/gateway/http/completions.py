@@ -1,6 +1,5 @@
 """POST /v1/completions."""
 
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -79,7 +78,7 @@ def _head(generation: Generation, fingerprint: str, *, usage: bool = False) -> d
     head: dict[str, Any] = {
         "id": f"cmpl-{generation.request_id}",
         "object": "text_completion",
-        "created": int(time.time()),
+        "created": int(generation.created),
         "model": generation.model.name,
         "service_tier": TIERS.get(generation.latency_class, TIERS[types_pb2.LATENCY_CLASS_STANDARD]),
         "system_fingerprint": fingerprint,

@@ -15,5 +15,5 @@ else
 end
 redis.call('LPUSH', KEYS[2], ARGV[3])
 redis.call('LTRIM', KEYS[2], 0, ARGV[5] - 1)
-if KEYS[1] == K.orgs or KEYS[1] == K.drained then publish({event = 'orgs', from = ARGV[6]}) end
+if KEYS[1] == K.orgs or KEYS[1] == K.drained or KEYS[1] == K.pins then publish({event = 'orgs', from = ARGV[6]}) end
 return 'done'

@@ -1,6 +1,6 @@
 """The engines of one device, one for each model, which take turns step by step. One thread calls it; it knows no RPC."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -10,6 +10,7 @@ from services.worker.engine.request import EngineRequest, TokenOutput
 from services.worker.sharing import claims
 from services.worker.sharing.arena import Arena
 from services.worker.sharing.claims import Resting, Tenant
+from services.worker.sharing.orders import Kind, Outcome, obey
 from services.worker.sharing.timeslice import TimeSlice
 from services.worker.sharing.weights import Weights
 
@@ -167,6 +168,27 @@ class SharedDevice:
             return list(urgency)
         self._weights.advance(urgency, now)
         return self._weights.able(urgency)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether weights come, or are to come, though nobody may have work."""
+        return self._weights is not None and self._weights.residency.is_moving
+
+    def move(self, now: float) -> None:
+        """In the place of a step where there is no work: weights that are to come do."""
+        if self._weights is not None:
+            self._weights.advance({}, now)
+
+    def obey(self, kind: Kind, model: str, now: float) -> Outcome:
+        """An act of an operator or a scheduler, between steps."""
+        if self._weights is None:
+            return obey(None, kind, model, 0, now)
+        return self._weights.obey(kind, model, len(self.members[model].progress()), now)
+
+    def pin(self, models: Collection[str]) -> None:
+        """These stay on the device, beside those of the worker's settings."""
+        if self._weights is not None:
+            self._weights.residency.pin(models)
 
     def took(self, model: str, seconds: float) -> None:
         """How long its step was, for whose turn is next. Nobody pays for one that there wasn't."""

@@ -15,6 +15,7 @@ from tests.unit.gateway.test_server import metadata
 OPERATOR = make_token("ops", "user", "operator", sub="olga")
 CALLS: list[tuple[str, Any]] = [
     ("Drain", admin_pb2.DrainRequest(name="w1", undrain=True, actor="forged")),
+    ("SetModel", admin_pb2.SetModelRequest(model="m", actor="forged")),
     ("ListOrgs", admin_pb2.ListOrgsRequest()),
     ("SetOrg", admin_pb2.SetOrgRequest(policy=types_pb2.OrgPolicy(org="acme", weight=2), fields=["weight"], actor="forged")),
     ("ResetOrg", admin_pb2.ResetOrgRequest(org="acme", actor="forged")),

@@ -274,7 +274,7 @@ async def test_the_openapi_document_names_every_route() -> None:
     assert body["required"] == ["prompt"]
     assert "temperature" in body["properties"]
     headers = {parameter["name"] for parameter in document["paths"]["/v1/completions"]["post"]["parameters"]}
-    assert headers == {"x-request-id", "x-forebay-strict", "x-forebay-class", "x-forebay-deadline"}
+    assert headers == {"x-request-id", "x-forebay-strict", "x-forebay-class", "x-forebay-deadline", "idempotency-key"}
 
 
 async def test_the_openapi_document_has_the_bounds_that_are_kept() -> None:
