@@ -18,7 +18,7 @@ COMPOSE_FILES := -f deploy/compose.yaml $(if $(OBSERVE),-f deploy/compose.observ
 .PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking
 .PHONY: bench-serving bench-engine bench-quality bench-peers bench-speculation bench-paper bench-classes
 .PHONY: bench-tracing bench-metrics bench-sharing prove-sharing
-.PHONY: bench-place bench-place-rpc bench-routing bench-routing-real
+.PHONY: bench-place bench-place-rpc bench-routing bench-routing-real bench-gateway
 .PHONY: cancel-soak batch-soak speculation-lossless chaos chaos-long
 .PHONY: compose-up compose-down compose-test dashboards dashboards-live test-rules
 .PHONY: config-table clean
@@ -154,6 +154,9 @@ bench-place: setup ## How long one choice of a worker takes among 256 with full 
 
 bench-place-rpc: setup ## Place at 500 a second on a scheduler and Valkey of its own, as JSON lines
 	@$(BIN)/python -m bench.fleet.place_rpc $(ARGS)
+
+bench-gateway: setup ## A gateway's CPU time per delta at 128 streams of a worker that computes nothing, as JSON lines
+	@$(BIN)/python -m bench.gateway $(ARGS)
 
 bench-routing: setup ## Routing rules on a simulated fleet under published traces, as JSON lines (ARGS='--parts small', say)
 	@$(BIN)/python -m bench.fleet $(ARGS)

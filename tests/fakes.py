@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from forebay.v1 import (
 from services.common import rpc
 from services.common.errors import StatusError, abort, unavailable
 from services.common.tls import Identity
+from services.worker.subscriptions import Subscriptions
 
 Item = TypeVar("Item")
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
@@ -81,13 +82,14 @@ class WorkerCall:
     context: Any
     num_sent: dict[int, int] = field(default_factory=dict)
     num_cached_tokens: int = 0
+    carried: Any = None  # its stream in a subscription
 
     def __post_init__(self) -> None:
         for index, delivered in enumerate(self.request.delivered):
             self.num_sent[index] = len(delivered.ids)
 
     async def _send(self, **event: Any) -> None:
-        await self.context.write(worker_pb2.WorkerServiceGenerateResponse(**event))
+        await (self.carried or self.context).write(worker_pb2.WorkerServiceGenerateResponse(**event))
 
     async def accept(self) -> None:
         await self._send(accepted=worker_pb2.Accepted(fingerprint="fp32-test"))
@@ -131,6 +133,8 @@ class WorkerCall:
         await self._send(completed=worker_pb2.Completed(usage=usage))
 
     async def fail(self, code: grpc.StatusCode, message: str = "scripted") -> None:
+        if self.carried is not None:
+            await self.carried.flush()
         await self.context.abort(code, message)
 
 
@@ -191,6 +195,8 @@ class FakeWorker(_Served, worker_pb2_grpc.WorkerServiceServicer):
         self.calls: Journal[WorkerCall] = Journal()
         self.cancelled: Journal[str] = Journal()
         self.num_open = 0
+        self.knows_subscriptions = True
+        self.subscriptions = Subscriptions()
 
     def register(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
@@ -198,12 +204,24 @@ class FakeWorker(_Served, worker_pb2_grpc.WorkerServiceServicer):
     async def Embed(self, request: worker_pb2.WorkerServiceEmbedRequest, context: Any) -> None:
         raise NotImplementedError  # see fake_embedder.py
 
+    async def Subscribe(self, requests: Any, context: Any) -> None:
+        if not self.knows_subscriptions:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        await self.subscriptions.serve(requests, context)
+
     async def Generate(self, request: worker_pb2.WorkerServiceGenerateRequest, context: Any) -> None:
-        call = WorkerCall(request, context)
+        subscription = self.subscriptions.of(request.delivery)
+        with subscription.stream(request.delivery.stream) if subscription else nullcontext() as carried:
+            await self._generate(WorkerCall(request, context, carried=carried))
+
+    async def _generate(self, call: WorkerCall) -> None:
+        request = call.request
         self.calls.append(call)
         self.num_open += 1
         try:
             await self.script(call)
+            if call.carried is not None:
+                await call.carried.flush()
         except (asyncio.CancelledError, grpc.aio.InternalError):  # the latter where the end meets a write
             self.cancelled.append(request.request_id)
             raise asyncio.CancelledError from None

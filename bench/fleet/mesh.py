@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from bench.fleet.node import Job, Node
+from bench.fleet.shared import SharedNode
 from bench.fleet.trace import Row
 from services.scheduler.policy.fleet import ServedModel, Worker
 from services.scheduler.policy.memory import Memory
@@ -64,7 +65,13 @@ class Mesh:
     """One scheduler and its nodes. `run` once."""
 
     def __init__(
-        self, nodes: Sequence[Node], rules: Rules, *, beats: Beats | None = None, seed: int = 0, asked: Callable[[int], int] = roughly
+        self,
+        nodes: Sequence[Node | SharedNode],
+        rules: Rules,
+        *,
+        beats: Beats | None = None,
+        seed: int = 0,
+        asked: Callable[[int], int] = roughly,
     ) -> None:
         """`asked`: max_tokens of a client that will get so many."""
         self._nodes = {node.name: node for node in nodes}
@@ -75,7 +82,7 @@ class Mesh:
         self._draw = random.Random(seed).randrange
         self._memory = Memory()
         self._workers = {node.name: _worker(node) for node in nodes}
-        self._queues: dict[str, deque[tuple[Ticket, float]]] = {node.model: deque() for node in nodes}
+        self._queues: dict[str, deque[tuple[Ticket, float]]] = {model: deque() for node in nodes for model in node.served}
         self._held: dict[str, tuple[str, int, int]] = {}  # request -> node, slots, blocks
         self._keys: dict[str, Sequence[bytes]] = {}
         self._outputs: dict[str, int] = {}
@@ -98,7 +105,7 @@ class Mesh:
             now, _, event = heapq.heappop(self._events)
             event(now)
         self.outcome.hit_tokens = sum(node.num_hit_tokens for node in self._nodes.values())
-        self.outcome.slowed_seconds = sum(node.thermals.slowed_seconds for node in self._nodes.values())
+        self.outcome.slowed_seconds = sum(node.slowed_seconds for node in self._nodes.values())
         return self.outcome
 
     def _at(self, time: float, event: Callable[[float], None]) -> None:
@@ -136,8 +143,9 @@ class Mesh:
             self._held[ticket.request_id] = name, p.num_slots, p.num_blocks
             self.outcome.where[ticket.request_id] = name
             job = self.outcome.jobs[ticket.request_id] = Job(
-                ticket.request_id, ticket.num_prompt_tokens, self._outputs[ticket.request_id], self._keys.pop(ticket.request_id), came
-            )
+                ticket.request_id, ticket.num_prompt_tokens, self._outputs[ticket.request_id], self._keys.pop(ticket.request_id), came,
+                model=ticket.model,
+            )  # fmt: skip
             self._nodes[name].take(job, now)
             self._schedule(name)
 
@@ -201,7 +209,10 @@ class Mesh:
             heard(now)
 
 
-def _worker(node: Node) -> Worker:
+def _worker(node: Node | SharedNode) -> Worker:
     engine = node.engine
-    model = ServedModel("v1", engine.block_tokens, engine.num_blocks, engine.num_blocks * engine.block_tokens)
-    return Worker(node.name, node.name, node.name, engine.max_sequences, engine.max_sequences + engine.max_waiting, {node.model: model})
+    models = {
+        model: ServedModel("v1", engine.block_tokens, num_blocks, num_blocks * engine.block_tokens)
+        for model, num_blocks in node.served.items()
+    }
+    return Worker(node.name, node.name, node.name, engine.max_sequences, engine.max_sequences + engine.max_waiting, models)

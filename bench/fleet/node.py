@@ -34,6 +34,7 @@ class Job:
     table: list[int] = field(default_factory=list)
     first_at: float = 0.0
     ended_at: float = 0.0
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class Node:
         self.pool = BlockPool(engine.num_blocks)
         self.thermals = thermals
         self.step_time = StepTime()
+        self.served = {model: engine.num_blocks}
         self.until = FOREVER
+        self._paused: tuple[float, float] | None = None  # since when, and how long the run had still to go
         self.jobs: dict[str, Job] = {}
         self.num_hit_tokens = 0
         self._law = law
@@ -83,6 +86,8 @@ class Node:
         """A request has come. A run of decoding steps ends with the step under way."""
         self.jobs[job.request_id] = job
         self._waiting.append(job)
+        if self._paused is not None:
+            return
         if self.until == FOREVER:
             self._begin(now)
         elif not self._chunks:
@@ -106,6 +111,27 @@ class Node:
             del self.jobs[job.request_id]
         self._begin(now)
         return firsts, ended
+
+    def pause(self, now: float) -> None:
+        """Its weights have gone: what it does goes on where it was when they are back."""
+        self._paused = now, self.until - now
+        self.until = FOREVER
+
+    def resume(self, now: float) -> None:
+        """They are."""
+        if self._paused is None:
+            return
+        (since, left), self._paused = self._paused, None
+        start, *run = self._run
+        self._run = (start + now - since, *run)  # type: ignore[assignment]  # three more
+        self.until = now + left
+        if self.until == FOREVER and self._waiting:
+            self._begin(now)
+
+    @property
+    def slowed_seconds(self) -> float:
+        """In which it was too hot."""
+        return self.thermals.slowed_seconds
 
     def state(self, now: float) -> tuple[NodeState, int]:
         """(what a heartbeat tells, tokens of prompts still to compute)"""

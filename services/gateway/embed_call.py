@@ -16,7 +16,7 @@ from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
 from services.common import log, tracing
 from services.common.errors import StatusError, unavailable
 from services.common.tracing import Span
-from services.gateway.attempt import WorkerLost, judge, next_message, outcome
+from services.gateway.attempt import WorkerLost, judge, next_message, outcome, within
 from services.gateway.course import Course
 from services.gateway.embed_request import Embedding
 from services.gateway.mesh import Mesh
@@ -131,9 +131,9 @@ class EmbedCall:
     async def _attempt(self, lease: scheduler_pb2.Lease) -> AsyncGenerator[EmbedEvent]:
         asked = list(self._missing)
         self._running = False
-        with self._mesh.worker(lease.address) as stub:
+        with self._mesh.worker(lease.address) as worker:
             seconds = self._deadline.seconds_left("before the first vector")
-            self._open = tracing.inside(self._span, partial(stub.Embed, self._worker_request(lease, asked), timeout=seconds))
+            self._open = tracing.inside(self._span, partial(worker.stub.Embed, self._worker_request(lease, asked), timeout=seconds))
             try:
                 while (message := await self._next(lease)) is not None:
                     match message.WhichOneof("event"):
@@ -162,8 +162,9 @@ class EmbedCall:
 
     async def _next(self, lease: scheduler_pb2.Lease) -> worker_pb2.WorkerServiceEmbedResponse | None:
         assert self._open is not None
+        reading = within(self._mesh.limits.worker_silence, self._open.read())
         try:
-            message = await next_message(self._open, self._mesh.limits.worker_silence, lease, self._deadline, _WHERE)
+            message = await next_message(reading, lease, self._deadline, _WHERE)
         except StatusError as error:
             raise judge(error, lease, self._deadline, _WHERE, running=self._running) from None
         return message if isinstance(message, worker_pb2.WorkerServiceEmbedResponse) else None

@@ -159,10 +159,15 @@ def _turns(settings: WorkerSettings, loaded: dict[str, tuple[Engine, Served]], d
         raise SettingsError(f"FOREBAY_PINNED_MODELS names {min(unknown)}, which FOREBAY_MODEL doesn't: it has {', '.join(loaded)}")
     pinned = [loaded[name][1].model for name in listed(settings.pinned_models)]
     weights = Weights(budget, decoders, pinned, settings.device)
-    for engine, served in loaded.values():
-        if (reason := weights.failures.get(served.model)) is not None:
-            _logger.error("not_loaded", model=served.model, why=reason)
-            engine.runner = FailedRunner(served.model, reason)
+    engines = {served.model: engine for engine, served in loaded.values()}
+
+    def fail(model: str, reason: str) -> None:
+        _logger.error("not_loaded", model=model, why=reason)
+        engines[model].runner = FailedRunner(model, reason)
+
+    weights.on_failure = fail
+    for model, reason in weights.failures.items():
+        fail(model, reason)
     if len(weights.failures) == len(decoders):
         raise SettingsError(
             f"FOREBAY_DEVICE_MEMORY={int(settings.device_memory or 0)}: {next(iter(weights.failures.values()), 'no model')}"

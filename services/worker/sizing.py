@@ -65,6 +65,9 @@ def shared_configs(settings: WorkerSettings, models: Mapping[str, tuple[WorkerSe
         page_bytes, configs = layout.sized(shapes)
     except backend.BackendError as error:
         raise SettingsError(str(error)) from error
+    if settings.device_memory is not None:  # weights that are only copied from may lie in a file; those that are read lie on large pages
+        folder, most = settings.weights_cache, int(settings.weights_cache_size)
+        configs = {name: replace(config, packed_folder=folder, max_packed_bytes=most) for name, config in configs.items()}
     num_pages = int(settings.kv_memory) // page_bytes
     if num_pages < 2 * len(models):
         raise SettingsError(

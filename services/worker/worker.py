@@ -168,6 +168,7 @@ class Worker:
             self._drain.cancel()
         self._orders.stop()
         await self.node.stop()
+        self._service.close()
         await self._server.stop(grace=0.5)
         await self.loop.stop(5.0 if self.loop.healthy else 0.5)
         await self._internal.stop()

@@ -45,6 +45,8 @@ class Weights:
         self._memory = allocate(1, budget, device)[0].fill_(0)
         self._coming: tuple[str, threading.Thread] | None = None
         self._seconds = 0.0  # of what came last
+        self.on_failure: Callable[[str, str], None] = lambda _model, _reason: None
+        """Called with a model, and the reason, whose weights are lost: it is to be given a FailedRunner."""
         # Pinned ones first: what they leave decides about the others.
         for model, decoder in sorted(decoders.items(), key=lambda item: item[0] not in pinned):
             self.residency.add(model, len(decoder.weights), pinned=model in pinned)
@@ -76,7 +78,12 @@ class Weights:
         for model in move.evicted:
             self._decoders[model].move(None)
         decoder = self._decoders[move.model]
-        decoder.move(self._memory[move.offset : move.offset + len(decoder.weights)])
+        try:
+            decoder.move(self._memory[move.offset : move.offset + len(decoder.weights)])
+        except OSError as error:
+            self.residency.fail(move.model, str(error))
+            self.on_failure(move.model, str(error))
+            return
         thread = threading.Thread(target=self._bring, args=(decoder,), name=f"weights of {move.model}", daemon=True)
         self._coming = move.model, thread
         thread.start()

@@ -131,6 +131,7 @@ async def test_what_has_requests_stays() -> None:
         runner.hold_at_output(3)
         call = worker_pb2_grpc.WorkerServiceStub(channel).Generate(request_for(device.worker, "a@fp32"))
         await call.read()
+        await until(runner.held.is_set)
         asked = asyncio.create_task(device.act(scheduler_pb2.MODEL_ACT_KIND_UNLOAD, "a@fp32"))
         await until(lambda: bool(device.worker.loop._commands))
         runner.release()
