@@ -196,6 +196,7 @@ class FakeWorker(_Served, worker_pb2_grpc.WorkerServiceServicer):
         self.cancelled: Journal[str] = Journal()
         self.num_open = 0
         self.knows_subscriptions = True
+        self.subscription_error: grpc.StatusCode | None = None  # how they end
         self.subscriptions = Subscriptions()
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -208,6 +209,8 @@ class FakeWorker(_Served, worker_pb2_grpc.WorkerServiceServicer):
         if not self.knows_subscriptions:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         await self.subscriptions.serve(requests, context)
+        if self.subscription_error is not None:
+            await context.abort(self.subscription_error, "Internal error from Core")
 
     async def Generate(self, request: worker_pb2.WorkerServiceGenerateRequest, context: Any) -> None:
         subscription = self.subscriptions.of(request.delivery)

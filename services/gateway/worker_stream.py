@@ -165,7 +165,6 @@ class Subscription:
         self._paused: set[int] = set()
         self._resumed: set[int] = set()
         self._wake = asyncio.Event()
-        self._over: grpc.aio.AioRpcError | None = None
         self._retired = False
         self._call: Any = stub.Subscribe(self._say(), metadata=(("subscription", self.name),))
         self._task = asyncio.create_task(self._listen(), name="listen to a worker")
@@ -232,7 +231,8 @@ class Subscription:
         if error is not None and error.code() is grpc.StatusCode.UNIMPLEMENTED:
             self.unknown = True  # it has carried nothing
             return
-        nothing = grpc.aio.Metadata()
-        over = error or grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the worker ended its subscription")
+        # Whatever it broke with is no request's fault: gRPC says INTERNAL where the connection went while something was being sent.
+        nothing, words = grpc.aio.Metadata(), error.details() if error else "the worker ended it"
+        over = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, f"the subscription broke: {words}")
         for stream in list(self._streams.values()):
             stream.end(over)

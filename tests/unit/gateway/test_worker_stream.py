@@ -5,6 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import grpc
+import pytest
+
 from forebay.v1 import worker_pb2
 from services.gateway.client import MeshCall
 from services.gateway.mesh import Mesh, MeshLimits
@@ -17,15 +20,28 @@ LARGE = [7] * 40_000  # one byte each, and a bit
 
 
 @asynccontextmanager
-async def fleet(*scripts: Script) -> AsyncIterator[tuple[Mesh, list[FakeWorker]]]:
+async def fleet(*scripts: Script, knows_subscriptions: bool = True) -> AsyncIterator[tuple[Mesh, list[FakeWorker]]]:
+    """Workers whose subscriptions stand: a request that came before its subscription would go by its call."""
     workers = [FakeWorker(script, f"w{number}") for number, script in enumerate(scripts)]
     scheduler = FakeScheduler(workers)
+    for worker in workers:
+        worker.knows_subscriptions = knows_subscriptions
     async with serving(*workers, scheduler):
         mesh = Mesh([scheduler.address], FAST)
         try:
+            for worker in workers if knows_subscriptions else ():
+                await subscribed(mesh, worker)
             yield mesh, workers
         finally:
             await mesh.close()
+
+
+async def subscribed(mesh: Mesh, worker: FakeWorker) -> None:
+    """Waits until the subscription is there."""
+    with mesh.worker(worker.address) as there:
+        subscription = there._subscribed(0.0)
+        assert subscription is not None
+        await until(lambda: worker.subscriptions.of(worker_pb2.Delivery(subscription=subscription.name)) is not None)
 
 
 async def tokens(mesh: Mesh, **fields: Any) -> list[int]:
@@ -50,15 +66,15 @@ async def test_requests_share_a_subscription() -> None:
 
 
 async def test_a_worker_that_does_not_know_subscriptions_sends_by_the_call_and_is_not_asked_again() -> None:
-    async with fleet(play([5, 6, 7])) as (mesh, (worker,)):
-        worker.knows_subscriptions = False
+    async with fleet(play([5, 6, 7]), knows_subscriptions=False) as (mesh, (worker,)):
         assert await tokens(mesh) == [5, 6, 7]
         assert await tokens(mesh) == [5, 6, 7]
         assert [call.carried for call in worker.calls] == [None, None]
         assert not worker.calls[1].request.HasField("delivery")
 
 
-async def test_what_a_broken_subscription_carried_goes_on_elsewhere() -> None:
+@pytest.mark.parametrize("code", [None, grpc.StatusCode.INTERNAL])
+async def test_what_a_broken_subscription_carried_goes_on_elsewhere(code: grpc.StatusCode | None) -> None:
     go_on = asyncio.Event()
 
     async def breaks(call: WorkerCall) -> None:
@@ -70,6 +86,7 @@ async def test_what_a_broken_subscription_carried_goes_on_elsewhere() -> None:
         await asyncio.Event().wait()
 
     async with fleet(breaks, play([5, 6, 7, 8])) as (mesh, workers):
+        workers[0].subscription_error = code
         running = [asyncio.create_task(tokens(mesh))]
         await workers[0].calls.until_length(1)
         go_on.set()
@@ -101,6 +118,7 @@ async def test_a_subscription_ends_with_the_mesh() -> None:
     scheduler = FakeScheduler([worker])
     async with serving(worker, scheduler):
         mesh = Mesh([scheduler.address], FAST)
+        await subscribed(mesh, worker)
         assert await tokens(mesh) == [5]
         await mesh.close()
         assert worker.calls[0].carried is not None
