@@ -2,22 +2,32 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
 
 from bench.chaos.fleet import Fleet
 from bench.chaos.process import until
 from bench.chaos.traffic import Flow, Stream, prompt, streams
 from bench.chaos.trial import Row, Trial, at_random
 from bench.chaos.worker import MODEL
-from forebay.v1 import inference_pb2, types_pb2
+from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, types_pb2
+from services.scheduler import keys
 
 BATCH, REALTIME = 3, 1
 
 
 async def gateway_killed(trial: Trial) -> None:
-    """Its streams fail at once; what they held is free in 10 s; asked again elsewhere, the answer is the same."""
+    """Its streams fail at once; what they held is free in 10 s; asked again elsewhere with its key, the answer is the same, billed once.
+
+    Some are asked again at once, while their workers still compute for the dead gateway, the others when nobody does any more.
+    """
     number = trial.number % 2
     victim = trial.fleet.gateways[number]
-    mine = trial.flow([Stream(prompt(), 600, seed=index, gateway=number) for index in range(16)], survive=False)
+    before, salt = await _billed(trial.fleet), trial.rng.randbytes(8).hex()
+    planned = [Stream(prompt(), 400, seed=index, gateway=number, key=f"{salt}-{index}") for index in range(16)]
+    mine = trial.flow(planned, survive=False)
     others = trial.flow([Stream(prompt(), 100, gateway=1 - number) for _ in range(8)])
     await mine.until(lambda stream: stream.num_received >= 5)
     pid = victim.pid
@@ -29,8 +39,7 @@ async def gateway_killed(trial: Trial) -> None:
         trial.expect(
             f"a stream failed as UNAVAILABLE within 2 s, not {stream.error} after {late:.1f}", stream.error == "UNAVAILABLE" and late < 2
         )
-    again = trial.flow([Stream(stream.prompt, 60, seed=stream.seed, gateway=1 - number) for stream in mine.streams])
-    await again.end()
+    again = [await _again(trial, planned[:8], 1 - number)]
     await others.end()
 
     async def free() -> bool:
@@ -39,6 +48,34 @@ async def gateway_killed(trial: Trial) -> None:
 
     await until(free, "the workers are idle", 15)
     trial.expect("workers are free within 10 s", time.monotonic() - killed_at < 14)
+    again += [await _again(trial, planned[8:], 1 - number), await _again(trial, planned[:2], 1 - number)]
+    known = {stream.request_id for stream in planned}
+    trial.expect("each key stands for the request that it stood for", all(stream.request_id in known for flow in again for stream in flow))
+    more = [now - then for now, then in zip(await _billed(trial.fleet), before, strict=True)]
+    trial.expect(f"each key was billed once, as a success: {more}", more == [16 + 8, 0, 16 * 400 + 8 * 100])
+
+
+async def _again(trial: Trial, streams: Sequence[Stream], gateway: int) -> list[Stream]:
+    """Streams with the same keys, to their ends."""
+    flow = trial.flow([Stream(stream.prompt, stream.num_tokens, seed=stream.seed, gateway=gateway, key=stream.key) for stream in streams])
+    return await flow.end()
+
+
+async def _billed(fleet: Fleet) -> list[int]:
+    """Requests, failed ones and tokens in the org's usage records; once nothing is left to be settled."""
+
+    async def settled() -> bool:
+        return not await fleet.redis.scard(keys.live("dev"))
+
+    await until(settled, "all requests are settled", 15)
+    async with grpc.aio.insecure_channel(fleet.schedulers[0].environment["FOREBAY_LISTEN_ADDRESS"]) as channel:
+        stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
+        usage = await stub.GetUsage(admin_pb2.GetUsageRequest(org="dev", days=2), timeout=5)
+    return [
+        sum(row.num_requests for row in usage.rows),
+        sum(row.num_failed for row in usage.rows),
+        sum(row.completion_tokens for row in usage.rows),
+    ]
 
 
 async def client_leaves(trial: Trial) -> None:

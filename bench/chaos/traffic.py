@@ -29,6 +29,7 @@ class Stream:
     latency_class: int = 2
     deadline: float = 60.0
     gateway: int = 0
+    key: str = ""  # idempotency key
     ids: dict[int, list[int]] = field(default_factory=dict)
     started: bool = False
     ended: bool = False
@@ -116,7 +117,8 @@ class Traffic:
             latency_class=types_pb2.LatencyClass.ValueType(stream.latency_class),
         )  # fmt: skip
         stream.sent_at = last = time.monotonic()
-        call = self.stub(stream.gateway).Generate(request, metadata=(*self._fleet.metadata, *metadata), timeout=stream.deadline)
+        metadata = (*self._fleet.metadata, *metadata, *((("idempotency-key", stream.key),) if stream.key else ()))
+        call = self.stub(stream.gateway).Generate(request, metadata=metadata, timeout=stream.deadline)
         try:
             async for event in call:
                 now = time.monotonic()

@@ -2,7 +2,8 @@
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from services.common.errors import invalid
 from services.gateway.aside import aside
@@ -35,11 +36,16 @@ class Embedding:
     max_tokens: int = 0  # of output: there is none
     n: int = 1
     prefix: Sequence[int] = ()  # no cache has anything of it
+    lost_epoch: int = 0  # what its first placement names as lost: see scheduler.proto's Claim
 
     @property
     def num_prompt_tokens(self) -> int:
         """Over all inputs."""
         return sum(map(len, self.inputs))
+
+    def claimed(self, request_id: str, seed: int, lost_epoch: int, created: float) -> Self:  # noqa: ARG002  # nothing is drawn here
+        """The same as the first try of its idempotency key had it."""
+        return replace(self, request_id=request_id, lost_epoch=lost_epoch)
 
 
 async def admit_embedding(envelope: Envelope, inputs: object, dimensions: object = None) -> Embedding:

@@ -3,8 +3,8 @@
 Turns the mesh's tokens into text, cuts at stop strings, names log-probabilities' tokens, and counts. Knows no face's format.
 """
 
-import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 
 from forebay.v1 import inference_pb2, scheduler_pb2, types_pb2, worker_pb2
@@ -13,6 +13,7 @@ from services.common.errors import Code, StatusError
 from services.gateway.client import MeshCall
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics, Observation
+from services.gateway.placing import Deadline, reserve
 from services.gateway.request import Generation
 from services.gateway.spans import end_generation, generation_span
 from services.gateway.text.reply import CallPart, Reply
@@ -31,6 +32,11 @@ class Generations:
         self._mesh = mesh
         self._metrics = metrics
         self._face = face
+
+    async def reserve(self, generations: Sequence[Generation]) -> None:
+        """Takes the quota of all of one request's generations, or of none. Raises StatusError as their placing would."""
+        deadline = Deadline(min(generation.deadline_seconds for generation in generations), self._mesh.clock)
+        await reserve(self._mesh, generations, deadline)
 
     async def run(self, generation: Generation, on_lease: OnLease = lambda _: None) -> AsyncGenerator[Event]:
         """One Started, any number of Delta, one Finished; or a StatusError. Close it (aclosing) to cancel the work.
@@ -97,7 +103,7 @@ class _Run:
         yield inference_pb2.Finished(reasons=reasons, usage=self._call.usage())
 
     def _started(self, fingerprint: str) -> inference_pb2.Started:
-        generation = self._generation
+        generation = self._call.request
         return inference_pb2.Started(
             request_id=generation.request_id,
             model=generation.model.full_name,
@@ -127,7 +133,7 @@ class _Run:
                 choice_index=news.choice_index,
                 text="".join(part.content for part in parts),
                 reasoning="".join(part.reasoning for part in parts),
-                tool_calls=[_call_delta(part.call) for part in parts if part.call is not None],
+                tool_calls=[self._call_delta(news.choice_index, part.call) for part in parts if part.call is not None],
                 token_ids=piece.token_ids,
                 first_position=news.first_position,
                 logprobs=[self._named(entry) for entry in news.logprobs[: len(piece.token_ids)]],
@@ -144,17 +150,18 @@ class _Run:
             return piece
         return Piece(piece.text + stream.finish(), [*piece.token_ids, *end], stream.stopped)
 
+    def _call_delta(self, choice_index: int, part: CallPart) -> inference_pb2.ToolCallDelta:
+        """The call's id is the same in every try of the request."""
+        place = f"{self._generation.request_id}:{choice_index}:{part.index}"
+        call_id = f"call_{hashlib.sha256(place.encode()).hexdigest()[:24]}" if part.name else ""
+        return inference_pb2.ToolCallDelta(index=part.index, id=call_id, name=part.name, arguments=part.arguments)
+
     def _named(self, entry: types_pb2.PositionLogprobs) -> types_pb2.PositionLogprobs:
         """The entry with its tokens' texts and bytes."""
         for token in (entry.chosen, *entry.top):
             token.text_bytes = self._tokenizer.token_bytes(token.token_id)
             token.text = self._tokenizer.token_text(token.token_id)
         return entry
-
-
-def _call_delta(part: CallPart) -> inference_pb2.ToolCallDelta:
-    call_id = f"call_{secrets.token_hex(12)}" if part.name else ""
-    return inference_pb2.ToolCallDelta(index=part.index, id=call_id, name=part.name, arguments=part.arguments)
 
 
 def _reason(reason: types_pb2.FinishReason.ValueType, reply: Reply) -> types_pb2.FinishReason.ValueType:

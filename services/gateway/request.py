@@ -5,12 +5,13 @@ What can be refused for its form is refused here, cheap checks before the tokeni
 
 import math
 import secrets
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 
-from forebay.v1 import types_pb2
+from forebay.v1 import scheduler_pb2, types_pb2
 from services.common.errors import Code, StatusError, invalid, unavailable
 from services.gateway.aside import aside
 from services.gateway.auth import Caller
@@ -25,7 +26,7 @@ from services.text.compiler import CompilerBusy, GrammarError
 from services.text.grammar import Grammar
 
 _MAX_DEADLINE_SECONDS = 7 * 86_400.0  # as inference.proto says
-_SEED_BITS = 53  # of those drawn here: to most readers of JSON a number is a double, and a seed must come back whole
+SEED_BITS = 53  # of those drawn here: to most readers of JSON a number is a double, and a seed must come back whole
 MAX_PROMPT_SCORES = 200_000
 """Log-probabilities of prompt positions in one answer: about a second of the event loop to write."""
 _NOTHING: Mapping[str, str] = {}
@@ -78,6 +79,28 @@ class Admitted(Protocol):
     def prefix(self) -> Sequence[int]:
         """Tokens whose keys and values some worker may have; empty where there are none."""
 
+    @property
+    def lost_epoch(self) -> int:
+        """What its first placement names as lost; 0 unless it has an idempotency key."""
+
+
+Some = TypeVar("Some", bound=Admitted)
+
+
+def lowered(request: Some, lease: scheduler_pb2.Lease) -> Some:
+    """The request in the class that its lease has: the org's ceiling may have come down since admission."""
+    if lease.latency_class in (UNSPECIFIED, request.latency_class):
+        return request
+    before = request.lowered_from or request.latency_class
+    return replace(request, latency_class=lease.latency_class, lowered_from=before)  # type: ignore[type-var]  # both are dataclasses
+
+
+class Siblings:
+    """The prompts of one request: they end together. `failure`: of the first that failed, which is the others' end, too."""
+
+    def __init__(self) -> None:
+        self.failure: StatusError | None = None
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -97,6 +120,10 @@ class Generation:
     reply: ReplyForm = PLAIN  # what is taken out of the text
     received_at: float = 0.0  # by the process's monotonic clock: when the gateway saw it first; 0: nobody looked
     operation: Literal["chat", "text_completion"] = "text_completion"
+    siblings: Siblings = field(default_factory=Siblings, compare=False)
+    seed_is_drawn: bool = False
+    lost_epoch: int = 0  # what its first placement names as lost: see scheduler.proto's Claim
+    created: float = field(default_factory=time.time)  # seconds since 1970: when its first try came
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -118,6 +145,11 @@ class Generation:
         """Tokens whose keys and values some worker may have."""
         return self.prompt_token_ids
 
+    def claimed(self, request_id: str, seed: int, lost_epoch: int, created: float) -> Self:
+        """The same as the first try of its idempotency key had it."""
+        sampling = replace(self.sampling, seed=seed % (1 << SEED_BITS)) if self.seed_is_drawn else self.sampling
+        return replace(self, request_id=request_id, sampling=sampling, lost_epoch=lost_epoch, created=created)
+
 
 @dataclass(frozen=True)
 class Envelope:
@@ -130,10 +162,12 @@ class Envelope:
     deadline_seconds: float | None = None  # None: the class's
     deadlines: Mapping[LatencyClass, float] = field(default_factory=lambda: DEADLINE_SECONDS)  # by class, where there is none
     label: object = None  # the client's, unchecked
+    idempotency_key: str = ""
     echo: bool = False
     max_tokens_cap: int = 32_768
     received_at: float = 0.0
     names: Mapping[str, str] = field(default_factory=dict)
+    check_queue: Callable[[str, int], None] = lambda _model, _class: None  # refuses at once what a queue has no place for
 
     def name(self, ours: str) -> str:
         """What the client calls a field."""
@@ -221,6 +255,7 @@ class _Head:
     granted: Granted
     deadline_seconds: float
     label: str
+    siblings: Siblings = field(default_factory=Siblings)
 
     def generation(self, prompt: Prompt, token_ids: list[int], name: str) -> Generation:
         """`prompt` as it came, `name` as the client calls it."""
@@ -228,8 +263,9 @@ class _Head:
         check_prompt_length(len(token_ids), limits=envelope.limits, name=name)
         limits = replace(envelope.limits, num_prompt_tokens=len(token_ids))
         sampling = validate_sampling(self.fields, limits=limits, names=envelope.names)
-        if self.fields.get("seed") is None:
-            sampling = replace(sampling, seed=secrets.randbits(_SEED_BITS))
+        seed_is_drawn = self.fields.get("seed") is None
+        if seed_is_drawn:
+            sampling = replace(sampling, seed=secrets.randbits(SEED_BITS))
         return Generation(
             request_id=uuid.uuid4().hex,
             org=envelope.caller.org,
@@ -241,8 +277,10 @@ class _Head:
             sampling=sampling,
             echo=envelope.echo,
             label=self.label,
+            siblings=self.siblings,
             deadline_seconds=self.deadline_seconds,
             received_at=envelope.received_at,
+            seed_is_drawn=seed_is_drawn,
         )
 
 
@@ -274,6 +312,7 @@ def admit_terms(envelope: Envelope, *, with_tools: bool = False) -> Terms:
     deadline = _deadline(envelope.deadline_seconds, envelope.deadlines[granted.latency_class])
     if not envelope.model.version:
         raise unavailable(f"no worker has loaded {envelope.model.name} yet: try again", reason="NO_WORKER")
+    envelope.check_queue(envelope.model.full_name, granted.latency_class)
     return Terms(granted, deadline, label)
 
 

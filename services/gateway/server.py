@@ -20,6 +20,7 @@ from services.gateway.embed_request import admit_embedding
 from services.gateway.embeddings import EmbeddingEvent, Embeddings
 from services.gateway.gateway import Gateway
 from services.gateway.generation import Event, Generations
+from services.gateway.idempotency import HEADER, claimed, one_key
 from services.gateway.interceptor import Edge, caller, received_at
 from services.gateway.models import Capability, ServedModel
 from services.gateway.request import Envelope, admit_chat, admit_completion, count_chat_tokens, count_tokens
@@ -61,13 +62,15 @@ class InferenceService(BatchMethods):
         if request.WhichOneof("prompt") is None:
             raise invalid("prompt", "the request has no prompt: set text or tokens")
         prompt: object = request.text if request.HasField("text") else list(request.tokens.ids)
-        (generation,) = await admit_completion(envelope, prompt, sampling_fields(request.sampling))
+        admitted = await admit_completion(envelope, prompt, sampling_fields(request.sampling))
+        (generation,) = await claimed(self._gateway.mesh, caller(), envelope.idempotency_key, admitted)
         await self._stream(self._generations.run(generation), context, inference_pb2.GenerateResponse)
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]  # it writes
         """See inference.proto."""
         envelope = await self._envelope(request, context)
         generation = await admit_chat(envelope, _messages(request.messages), sampling_fields(request.sampling), _options(request))
+        (generation,) = await claimed(self._gateway.mesh, caller(), envelope.idempotency_key, [generation])
         await self._stream(self._generations.run(generation), context, inference_pb2.ChatResponse)
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> None:  # type: ignore[override]  # it writes
@@ -75,6 +78,7 @@ class InferenceService(BatchMethods):
         envelope = await self._envelope(request, context, capability="embed")
         inputs = [entry.text if entry.HasField("text") else list(entry.tokens.ids) for entry in request.inputs]
         embedding = await admit_embedding(envelope, inputs, request.dimensions if request.HasField("dimensions") else None)
+        (embedding,) = await claimed(self._gateway.mesh, caller(), envelope.idempotency_key, [embedding])
         async with aclosing(self._embeddings.run(embedding)) as events:
             async for event in events:
                 for response in _embed_responses(event):
@@ -116,18 +120,21 @@ class InferenceService(BatchMethods):
     ) -> Envelope:
         if request.latency_class not in types_pb2.LatencyClass.values():
             raise invalid("latency_class", f"latency_class is {request.latency_class}: use REALTIME (1), STANDARD (2) or BATCH (3)")
+        key = one_key([str(value) for name, value in context.invocation_metadata() or () if name == HEADER])
         policy = await self._policy()
         return Envelope(
             caller=caller(),
-            model=self._gateway.catalogue.resolve(request.model, policy, request.label or uuid.uuid4().hex, capability=capability),
+            model=self._gateway.catalogue.resolve(request.model, policy, key or request.label or uuid.uuid4().hex, capability=capability),
             policy=policy,
             latency_class=request.latency_class,
             deadline_seconds=_deadline(context),
             deadlines=self._gateway.deadlines,
             label=request.label or None,
+            idempotency_key=key,
             echo=echo,
             max_tokens_cap=self._gateway.max_tokens_cap,
             received_at=received_at(),
+            check_queue=self._gateway.mesh.full_queues.check,
         )
 
     async def _stream(self, events: AsyncGenerator[Event], context: Context, response: type[Response]) -> None:

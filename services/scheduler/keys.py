@@ -25,8 +25,12 @@ explained              list     [request id, bytes, when] (JSON) of those that a
 explained_bytes        string   their bytes
 orgs                   hash     org -> what operators have set over the policy file (JSON)
 drained                hash     worker or node that an operator has taken out of service -> who did
+pins                   hash     [worker, node or '' for all, model] (JSON) that an operator has pinned -> who did
+placer                 string   the scheduler that brings models to devices ahead of requests; expires when it doesn't come back
+affinity               hash     [model, worker] (JSON) -> whether it is on the device there, and when it was asked for (JSON)
 api_keys               hash     SHA-256 of an API key, in hex -> whose it is (JSON)
 audit                  list     the latest acts of operators (JSON), newest first
+denied                 list     the latest acts that others tried (JSON), newest first
 file:<id>              hash     a file: whose, name, purpose, state, bytes, lines, times, and how many open jobs read it
 parts:<file>           hash     number -> a part of an uploaded file: whole lines, about 64 KiB
 starts:<file>          zset     numbers of the parts by the number of their first line
@@ -44,6 +48,9 @@ tries:<batch>          hash     line -> times that it was taken, which is the ep
 strikes:<batch>        hash     line -> times that it was lost, or failed on our side
 ended:<batch>          list     lines that have a result, in the order in which they came; negative ones (-1 - line) are errors
 submitted:<org>:<key>  string   [job, fingerprint] (JSON) of an idempotency key; expires with the files
+once:<org>:<hash>      string   the claim of an idempotency key, hashed with its caller; expires a while after the request's deadline
+onces:<org>            zset     those hashes by the time of their last try: the oldest are forgotten first
+claim:<stem>           hash     what a key stands for (digest, seed, model, tries) and was billed; expires a while after the end
 swept                  hash     when somebody last looked for what is overdue, and since when without a gap
 events                 channel  what other schedulers want to know at once: queued, placed, room, shed, orgs
 """
@@ -80,8 +87,12 @@ _PARTS = {
     "explained_bytes": "explained_bytes",
     "orgs": "orgs",
     "drained": "drained",
+    "pins": "pins",
+    "placer": "placer",
+    "affinity": "affinity",
     "api_keys": "api_keys",
     "audit": "audit",
+    "denied": "denied",
     "file": "file:",
     "parts": "parts:",
     "starts": "starts:",
@@ -99,6 +110,9 @@ _PARTS = {
     "strikes": "strikes:",
     "ended": "ended:",
     "submitted": "submitted:",
+    "once": "once:",
+    "onces": "onces:",
+    "claim": "claim:",
     "swept": "swept",
     "events": "events",
 }
@@ -116,13 +130,23 @@ EXPLAINED = PREFIX + _PARTS["explained"]
 EXPLAINED_BYTES = PREFIX + _PARTS["explained_bytes"]
 ORGS = PREFIX + _PARTS["orgs"]
 DRAINED = PREFIX + _PARTS["drained"]
+PINS = PREFIX + _PARTS["pins"]
+PLACER = PREFIX + _PARTS["placer"]
+AFFINITY = PREFIX + _PARTS["affinity"]
 API_KEYS = PREFIX + _PARTS["api_keys"]
 STORED = PREFIX + _PARTS["stored"]
 EXPIRING = PREFIX + _PARTS["expiring"]
 READY = PREFIX + _PARTS["ready"]
 AUDIT = PREFIX + _PARTS["audit"]
+DENIED = PREFIX + _PARTS["denied"]
 
-LUA_TABLE = "local K = {" + ", ".join(f"{name} = '{PREFIX}{part}'" for name, part in _PARTS.items()) + "}\n"
+EPOCHS_PER_TRY = 1 << 16
+"""Epochs of the n-th try under an idempotency key are above n times so many, so that every epoch of an older try is lower."""
+
+LUA_TABLE = (
+    "local K = {" + ", ".join(f"{name} = '{PREFIX}{part}'" for name, part in _PARTS.items()) + "}\n"
+    f"local EPOCHS_PER_TRY = {EPOCHS_PER_TRY}\n"
+)
 """Put in front of every script: the fixed keys and the stems of the others."""
 
 
@@ -230,6 +254,21 @@ def lines_of(batch_id: str) -> tuple[str, str, str, str, str]:
 def submitted(org: str, key: str) -> str:
     """Key of what an idempotency key made. An org's name has no colon."""
     return f"{PREFIX}{_PARTS['submitted']}{org}:{key}"
+
+
+def once(org: str, key_hash: str) -> str:
+    """Key of what an idempotency key stands for. An org's name has no colon."""
+    return f"{PREFIX}{_PARTS['once']}{org}:{key_hash}"
+
+
+def onces(org: str) -> str:
+    """Key of an org's idempotency keys."""
+    return PREFIX + _PARTS["onces"] + org
+
+
+def claim(stem: str) -> str:
+    """Key of a claim, by all but the last two digits of its requests' ids."""
+    return PREFIX + _PARTS["claim"] + stem
 
 
 def line_name(model: str, latency_class: int) -> str:

@@ -66,6 +66,9 @@ class SchedulerSettings(ServiceSettings):
     distances: Distances = Field(
         "", description="A/B=SECONDS[,...]: round trips between regions; two that aren't named here cost 0.1, an empty one nothing"
     )
+    prefetch: bool = Field(
+        True, description="whether models that requests wait for are brought to devices ahead, where others are idle there"
+    )
     output_estimate_tokens: int = Field(256, ge=1, description="most output tokens per choice to reserve cache for at placement")
     no_worker_seconds: float = Field(5, ge=0, description="how long a ticket waits while no worker serves its model")
     liveness_seconds: float = Field(3, gt=0, description="a worker whose last heartbeat is older takes no new work")
@@ -77,6 +80,8 @@ class SchedulerSettings(ServiceSettings):
     org_storage_bytes: int = Field(256 << 20, ge=1, description="files and results that one org may keep in Redis; its jobs wait when full")
     storage_bytes: int = Field(1 << 30, ge=1, description="the same of all orgs together; Redis keeps all of it in memory")
     file_retention_seconds: int = Field(86_400, ge=1, description="how long files are kept, and jobs and their results after their end")
+    idempotency_seconds: float = Field(3600, gt=0, description="how long a request's idempotency key is kept after the request's end")
+    idempotency_keys: int = Field(10_000, ge=1, description="idempotency keys of one org that are kept, the latest; each is some 600 bytes")
     poll_seconds: float = Field(1, gt=0, description="how often to look without having been woken, and to keep house")
 
     @cached_property

@@ -139,4 +139,4 @@ def deadline_passed() -> StatusError:
 
 def superseded() -> StatusError:
     """For a stream whose request has a newer one."""
-    return StatusError(Code.ABORTED, "a newer Place call for this request has taken over", reason="SUPERSEDED")
+    return StatusError(Code.ABORTED, "a newer call for this request, or with its idempotency key, has taken over", reason="SUPERSEDED")

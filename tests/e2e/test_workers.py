@@ -209,3 +209,24 @@ async def test_models_whose_weights_do_not_fit_at_once_take_turns(tmp_path: Path
         [worker] = mesh.fleet()["workers"]
         assert len(worker["registration"]["models"]) == 2
         assert len(worker["heartbeat"]["loaded_models"]) == 1
+        here, there = sorted(worker["heartbeat"]["models"], key=lambda state: state["place"] != "MODEL_PLACE_DEVICE")
+        assert there["load_seconds"] > 0
+        assert set(worker["heartbeat"]["budget"]) == {"weights_bytes", "kv_bytes", "workspace_bytes", "reserve_bytes"}
+        _operators_move(mesh, here["model"], there["model"])
+
+
+def _operators_move(mesh: meshes.Mesh, here: str, there: str) -> None:
+    """Two models with room for one: an unload, a load, and a pin that can't be."""
+
+    def place(model: str) -> str:
+        return next(s for s in mesh.fleet()["workers"][0]["heartbeat"]["models"] if s["model"] == model)["place"]
+
+    for _ in range(2):
+        assert mesh.forebay("models", "unload", here).returncode == 0
+    meshes.wait_until(lambda: place(here) == "MODEL_PLACE_HOST", "the unloaded model is in host memory")
+    assert "is coming to the device" in mesh.forebay("models", "load", there).stdout
+    meshes.wait_until(lambda: place(there) == "MODEL_PLACE_DEVICE", "the loaded model is on the device")
+    refused = mesh.forebay("models", "pin", there)
+    assert refused.returncode == 1
+    assert "must hold the largest other model" in refused.stderr
+    assert "LoadModel" in mesh.forebay("audit").stdout

@@ -31,6 +31,9 @@ class InferenceServiceStub:
     quota; with RetryInfo and QuotaState where it may fit later.
     The call's deadline is the request's, of more than 7 days 7 days; without one it is the policy's for the class, else 120 s for realtime,
     600 s for standard, a day for batch.
+    Generate, Chat and Embed take the metadata `idempotency-key`, 1 to 255 visible characters of ASCII: a call with a key that was sent before gives
+    the same answer, made again, and is billed once with all the others. INVALID_ARGUMENT with the reason IDEMPOTENCY_KEY_REUSED: the key came with
+    another request. ABORTED with the reason SUPERSEDED: another call with the key has come meanwhile, and has the answer.
     """
 
     def __init__(self, channel):
@@ -102,6 +105,9 @@ class InferenceServiceServicer:
     quota; with RetryInfo and QuotaState where it may fit later.
     The call's deadline is the request's, of more than 7 days 7 days; without one it is the policy's for the class, else 120 s for realtime,
     600 s for standard, a day for batch.
+    Generate, Chat and Embed take the metadata `idempotency-key`, 1 to 255 visible characters of ASCII: a call with a key that was sent before gives
+    the same answer, made again, and is billed once with all the others. INVALID_ARGUMENT with the reason IDEMPOTENCY_KEY_REUSED: the key came with
+    another request. ABORTED with the reason SUPERSEDED: another call with the key has come meanwhile, and has the answer.
     """
 
     def Generate(self, request, context):
@@ -254,6 +260,9 @@ class InferenceService:
     quota; with RetryInfo and QuotaState where it may fit later.
     The call's deadline is the request's, of more than 7 days 7 days; without one it is the policy's for the class, else 120 s for realtime,
     600 s for standard, a day for batch.
+    Generate, Chat and Embed take the metadata `idempotency-key`, 1 to 255 visible characters of ASCII: a call with a key that was sent before gives
+    the same answer, made again, and is billed once with all the others. INVALID_ARGUMENT with the reason IDEMPOTENCY_KEY_REUSED: the key came with
+    another request. ABORTED with the reason SUPERSEDED: another call with the key has come meanwhile, and has the answer.
     """
 
     @staticmethod

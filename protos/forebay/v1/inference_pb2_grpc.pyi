@@ -32,6 +32,9 @@ class InferenceServiceStub:
     quota; with RetryInfo and QuotaState where it may fit later.
     The call's deadline is the request's, of more than 7 days 7 days; without one it is the policy's for the class, else 120 s for realtime,
     600 s for standard, a day for batch.
+    Generate, Chat and Embed take the metadata `idempotency-key`, 1 to 255 visible characters of ASCII: a call with a key that was sent before gives
+    the same answer, made again, and is billed once with all the others. INVALID_ARGUMENT with the reason IDEMPOTENCY_KEY_REUSED: the key came with
+    another request. ABORTED with the reason SUPERSEDED: another call with the key has come meanwhile, and has the answer.
     """
 
     @_typing.overload
@@ -70,6 +73,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     quota; with RetryInfo and QuotaState where it may fit later.
     The call's deadline is the request's, of more than 7 days 7 days; without one it is the policy's for the class, else 120 s for realtime,
     600 s for standard, a day for batch.
+    Generate, Chat and Embed take the metadata `idempotency-key`, 1 to 255 visible characters of ASCII: a call with a key that was sent before gives
+    the same answer, made again, and is billed once with all the others. INVALID_ARGUMENT with the reason IDEMPOTENCY_KEY_REUSED: the key came with
+    another request. ABORTED with the reason SUPERSEDED: another call with the key has come meanwhile, and has the answer.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -104,6 +110,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     quota; with RetryInfo and QuotaState where it may fit later.
     The call's deadline is the request's, of more than 7 days 7 days; without one it is the policy's for the class, else 120 s for realtime,
     600 s for standard, a day for batch.
+    Generate, Chat and Embed take the metadata `idempotency-key`, 1 to 255 visible characters of ASCII: a call with a key that was sent before gives
+    the same answer, made again, and is billed once with all the others. INVALID_ARGUMENT with the reason IDEMPOTENCY_KEY_REUSED: the key came with
+    another request. ABORTED with the reason SUPERSEDED: another call with the key has come meanwhile, and has the answer.
     """
 
     @_abc_1.abstractmethod

@@ -37,9 +37,9 @@ from services.gateway.http.answer import Run, collected, merged
 from services.gateway.http.body import read_json
 from services.gateway.http.structured import grammar_of
 from services.gateway.http.traced import Traced
-from services.gateway.metrics import CLASS_NAMES
+from services.gateway.idempotency import HEADER, claimed, one_key
 from services.gateway.models import Capability, ServedModel
-from services.gateway.request import Admitted, Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens
+from services.gateway.request import Admitted, Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens, lowered
 from services.gateway.usage import usage
 from services.gateway.validator import validate_label
 
@@ -96,6 +96,7 @@ class Face:
         sampling, names = chat.sampling_fields(body)
         envelope = await self._envelope(request, body, caller, names=names)
         generation = await admit_chat(envelope, body.get("messages"), sampling, chat.options(body))
+        (generation,) = await claimed(self._gateway.mesh, caller, envelope.idempotency_key, [generation])
         events = merged(self._announced(request, [generation]), [generation])
         if streamed:
             return sse.EventStream(chat.chunks(events, generation, include_usage=include_usage), self._gateway.slow_reader_seconds)
@@ -111,7 +112,8 @@ class Face:
         sampling, names = completions.sampling_fields(body, echo=echo)
         envelope = await self._envelope(request, body, caller, echo=echo, names=names)
         generations = await admit_completion(envelope, body.get("prompt"), sampling)
-        events = merged(self._announced(request, generations), generations)
+        generations = await claimed(self._gateway.mesh, caller, envelope.idempotency_key, generations)
+        events = merged(self._announced(request, generations), generations, self._generations.reserve)
         if streamed:
             return sse.EventStream(completions.chunks(events, generations, include_usage=include_usage), self._gateway.slow_reader_seconds)
         answer = await sse.until_disconnect(request.receive, collected(events, generations))
@@ -124,6 +126,7 @@ class Face:
         base64_wanted = embeddings.in_base64(body)
         envelope = await self._envelope(request, body, caller, names={"inputs": "input"}, capability="embed")
         embedding = await admit_embedding(envelope, body.get("input"), body.get("dimensions"))
+        (embedding,) = await claimed(self._gateway.mesh, caller, envelope.idempotency_key, [embedding])
         events = self._embeddings.run(embedding, self._announce(request, [embedding]))
         vectors = await sse.until_disconnect(request.receive, embeddings.collected(events, embedding))
         answer = await embeddings.whole(embedding, vectors, base64_wanted=base64_wanted)
@@ -222,19 +225,22 @@ class Face:
         capability: Capability = "generate",
     ) -> Envelope:
         user, label = validate_label(body.get("user"), name="user"), request.headers.get("x-request-id")
+        key = one_key(request.headers.getlist(HEADER))
         policy = await self._policy(caller)
         return Envelope(
             caller=caller,
-            # Of a canary's models, a user's conversations stay with one.
-            model=self._model(body, policy, sticky=user or label or uuid.uuid4().hex, capability=capability),
+            # Of a canary's models, a user's conversations stay with one; so do the tries of a key.
+            model=self._model(body, policy, sticky=user or key or label or uuid.uuid4().hex, capability=capability),
             policy=policy,
             latency_class=head.asked_class(request, body),
             deadline_seconds=head.asked_deadline(request),
             deadlines=self._gateway.deadlines,
             label=label,
+            idempotency_key=key,
             echo=echo,
             max_tokens_cap=self._gateway.max_tokens_cap,
             received_at=request.state.received_at,
+            check_queue=self._gateway.mesh.full_queues.check,
             names={"label": "x-request-id", **(names or {})},
         )
 
@@ -247,10 +253,13 @@ class Face:
         """The answer's headers name the requests; once there is a lease, which the result is to hear of, also where the quota stands."""
         headers, first = edge.of(request), admitted[0]
         headers["x-forebay-request-id"] = ",".join(one.request_id for one in admitted)
-        headers["x-forebay-class"] = CLASS_NAMES[first.latency_class]
-        if first.lowered_from:
-            headers["x-forebay-class-lowered-from"] = CLASS_NAMES[first.lowered_from]
-        return lambda lease: headers.update(ratelimit.headers(lease.quota))
+        headers.update(head.of_class(first))
+
+        def leased(lease: scheduler_pb2.Lease) -> None:
+            headers.update(head.of_class(lowered(first, lease)))
+            headers.update(ratelimit.headers(lease.quota))
+
+        return leased
 
 
 def _json(value: Mapping[str, Any], status: int = 200) -> Response:

@@ -17,6 +17,7 @@ _STATUS = {
     Code.PERMISSION_DENIED: 403,
     Code.NOT_FOUND: 404,
     Code.ALREADY_EXISTS: 409,
+    Code.ABORTED: 409,
     Code.RESOURCE_EXHAUSTED: 429,
     Code.CANCELLED: 499,
     Code.UNIMPLEMENTED: 501,
@@ -34,6 +35,7 @@ _TYPE = {
 }
 
 
+_STATUS_BY_REASON = {"IDEMPOTENCY_KEY_REUSED": 422, "IDEMPOTENCY_MODEL_CHANGED": 409}
 _OVER_QUOTA, _NEVER_FITS = "QUOTA_EXCEEDED", "REQUEST_TOO_LARGE"  # the scheduler's reasons
 
 
@@ -47,7 +49,9 @@ class HttpError(StatusError):
 
 def status_of(error: StatusError) -> int:
     """The HTTP status that says what the gRPC status says."""
-    return error.status if isinstance(error, HttpError) else _STATUS.get(error.code, 500)
+    if isinstance(error, HttpError):
+        return error.status
+    return _STATUS_BY_REASON.get(error.reason) or _STATUS.get(error.code, 500)
 
 
 def body_of(error: StatusError) -> dict[str, Any]:
@@ -74,8 +78,8 @@ def response(error: StatusError, headers: dict[str, str] | None = None) -> Respo
         out["retry-after-ms"] = str(max(1, math.ceil(seconds * 1000)))
     if status == 408:
         out["connection"] = "close"  # the rest of the body may come yet
-    if status == 504:
-        out["x-should-retry"] = "false"  # the same deadline would pass again
+    if status in (409, 504):
+        out["x-should-retry"] = "false"  # the same deadline would pass again; another call has taken this one's key
     if status == 401:
         out["www-authenticate"] = 'Bearer realm="forebay"'
     return Response(orjson.dumps(body_of(error)), status, out, "application/json")

@@ -8,6 +8,7 @@ from fastapi.openapi.utils import get_openapi
 
 from services.gateway.embed_request import MAX_INPUTS
 from services.gateway.grammar_field import MAX_GRAMMAR_CHOICES
+from services.gateway.idempotency import MAX_KEY_CHARS
 from services.gateway.latency import CLASSES
 from services.gateway.prompts import MAX_PROMPTS, ROLES
 from services.gateway.tools import MAX_TOOLS
@@ -208,6 +209,7 @@ _HEADERS = [
     _STRICT,
     _header("x-forebay-class", {"enum": list(CLASSES)}),
     _header("x-forebay-deadline", {"type": "number", "exclusiveMinimum": 0, "maximum": 86400}),
+    _header("idempotency-key", {"type": "string", "pattern": f"^[!-~]{{1,{MAX_KEY_CHARS}}}$", "description": "Sent again: billed once."}),
 ]
 
 

@@ -4,11 +4,32 @@ local DAY_MS = 86400000
 local USAGE_SECONDS = 91 * 86400  -- 90 days back, and the day that has begun
 local COUNTERS = {'requests', 'failed', 'prompt', 'completion', 'cached'}
 
+-- The claim that a request with an idempotency key belongs to, and its number there; nil for one without, or whose claim was forgotten.
+local function claim_of(t)
+  if tonumber(t.epoch or 0) < EPOCHS_PER_TRY then return nil end
+  local key = K.claim .. string.sub(t.id, 1, -3)
+  if redis.call('EXISTS', key) == 0 then return nil end
+  return key, string.sub(t.id, -2)
+end
+
+-- All tries of a key come to one record: of each count the most that one of them came to, and failed only if all did.
+local function over_all_tries(before, amounts)
+  local most = {1, math.min(before[2], amounts[2])}
+  for i = 3, #COUNTERS do most[i] = math.max(before[i], amounts[i]) end
+  return most
+end
+
 -- Counts a request in its org's row of the day. One that ends again, having come back, adds only what it has used since.
 local function record(t, org, amounts)
   local f = redis.call('HMGET', K.ticket .. t.id, 'recorded', 'recorded_day')
   local before = f[1] and cjson.decode(f[1]) or {0, 0, 0, 0, 0}
   local day = f[2] or int(math.floor(NOW / DAY_MS))
+  local claim, number = claim_of(t)
+  local billed = claim and redis.call('HGET', claim, number)
+  if billed then
+    before, day = unpack(cjson.decode(billed))
+    amounts = over_all_tries(before, amounts)
+  end
   local row, orgs = K.usage .. day .. ':' .. org, K.users .. day
   for i, counter in ipairs(COUNTERS) do
     if amounts[i] ~= before[i] then redis.call('HINCRBY', row, counter .. ':' .. t.line, int(amounts[i] - before[i])) end
@@ -17,6 +38,10 @@ local function record(t, org, amounts)
   redis.call('SADD', orgs, org)
   redis.call('EXPIRE', orgs, USAGE_SECONDS)
   redis.call('HSET', K.ticket .. t.id, 'recorded', cjson.encode(amounts), 'recorded_day', day)
+  if claim then
+    redis.call('HSET', claim, number, cjson.encode({amounts, day}))
+    redis.call('PEXPIRE', claim, redis.call('HGET', claim, 'keep'))
+  end
 end
 
 -- A ticket ends for a reason. `used`: {prompt, completion, cached, failed: 1 or 0, free: whether nothing is charged}, as its gateway says it. Without: what is
