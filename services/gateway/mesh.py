@@ -21,7 +21,7 @@ from services.gateway.worker_stream import PLAIN_SECONDS, Subscription, WorkerSt
 _log = log.get(__name__)
 
 Answer = TypeVar("Answer")
-_STORE_AWAY = "STORE_UNAVAILABLE"
+_STORE_AWAY, _NO_SCHEDULER = "STORE_UNAVAILABLE", "NO_SCHEDULER"
 _LAST_CALLS_SECONDS = 3600.0
 """How long calls may go on over a channel that has been replaced."""
 
@@ -178,7 +178,7 @@ class Mesh:
 
     async def ask(self, question: Callable[[Scheduler], Awaitable[Answer]], *, once: bool = False) -> Answer:
         """What the first scheduler says that can. Raises its refusal; UNAVAILABLE where none answers. `once`: one is asked at most."""
-        refusal = unavailable("no scheduler answers: try again", reason="NO_SCHEDULER")
+        refusal = unavailable("no scheduler answers: try again", reason=_NO_SCHEDULER)
         for scheduler in self.in_turn()[: 1 if once else None]:
             try:
                 return await question(scheduler)
@@ -194,6 +194,23 @@ class Mesh:
                 refusal = error
             self.failed(scheduler, error.message)
         raise refusal
+
+    async def ask_patiently(self, question: Callable[[Scheduler], Awaitable[Answer]]) -> Answer:
+        """As `ask`, but a moment's trouble is waited out, as a placement does. What is asked twice may have been heard twice."""
+        until = self.clock() + self.limits.place_patience
+        for attempt in itertools.count():
+            try:
+                return await self.ask(question)
+            except StatusError as error:
+                pause = self.pause(error, attempt)
+                if error.code is not Code.UNAVAILABLE or self.clock() + pause > until:
+                    raise
+            await asyncio.sleep(pause)
+        raise AssertionError("it counts for ever")
+
+    def pause(self, refusal: StatusError, attempt: int) -> float:
+        """Seconds until it is asked again: as it says. Where no scheduler said anything, one may be back any moment (rpc.channel)."""
+        return self.backoff(attempt) if refusal.reason == _NO_SCHEDULER else refusal.retry_after_seconds or 0.0
 
     def backoff(self, attempt: int, most: float = 1.0) -> float:
         """Seconds to pause before another try, with jitter."""

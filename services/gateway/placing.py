@@ -100,7 +100,7 @@ class Placement:
                 if not self._had_lease and excluded:
                     excluded = []  # better a doubtful worker than none
                     continue
-                pause = self._mesh.backoff(attempt) if self._had_lease else error.retry_after_seconds or 0.0
+                pause = self._mesh.backoff(attempt) if self._had_lease else self._mesh.pause(error, attempt)
                 if self._mesh.clock() + pause > patience:
                     raise
             await self._deadline.pause(pause)
@@ -168,17 +168,15 @@ async def reserve(mesh: Mesh, requests: Sequence[Admitted], deadline: Deadline) 
         return  # which placing says
     mesh.full_queues.check(model.full_name, requests[0].latency_class)
     asked = scheduler_pb2.ReserveRequest(tickets=[_ticket(request, tracing.OFF, mesh.region) for request in requests])
-    patience = mesh.clock() + mesh.limits.place_patience
-    while True:
-        try:
-            seconds = min(mesh.limits.scheduler_answer, deadline.seconds_left("in the queue"))
-            await mesh.ask(lambda scheduler: scheduler.stub.Reserve(asked, timeout=seconds))  # noqa: B023  # called at once
-            return
-        except StatusError as error:
-            pause = error.retry_after_seconds or 0.0
-            if error.code is not Code.UNAVAILABLE or mesh.clock() + pause > patience:
-                raise _seen_by_the_client(error, model.name) from None
-        await deadline.pause(pause)
+
+    async def question(scheduler: Scheduler) -> None:
+        seconds = min(mesh.limits.scheduler_answer, deadline.seconds_left("in the queue"))
+        await scheduler.stub.Reserve(asked, timeout=seconds)
+
+    try:
+        await mesh.ask_patiently(question)
+    except StatusError as error:
+        raise _seen_by_the_client(error, model.name) from None
 
 
 def _seen_by_the_client(error: StatusError, model: str) -> StatusError:
