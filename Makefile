@@ -15,9 +15,13 @@ ARGS ?=
 JOBS ?= 2
 COMPOSE_FILES := -f deploy/compose.yaml $(if $(OBSERVE),-f deploy/compose.observe.yaml)
 
-.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking cancel-soak batch-soak bench-serving bench-engine bench-quality bench-peers bench-paper bench-classes bench-tracing bench-sharing bench-place bench-place-rpc bench-routing \
-  bench-speculation speculation-lossless config-table compose-up compose-down compose-test clean \
-  bench-metrics chaos chaos-long dashboards dashboards-live test-rules
+.PHONY: help setup demo up test fuzz test-debian kernels-sanitize lint format proto proto-check breaking
+.PHONY: bench-serving bench-engine bench-quality bench-peers bench-speculation bench-paper bench-classes
+.PHONY: bench-tracing bench-metrics bench-sharing prove-sharing
+.PHONY: bench-place bench-place-rpc bench-routing bench-routing-real bench-gateway
+.PHONY: cancel-soak batch-soak speculation-lossless chaos chaos-long
+.PHONY: compose-up compose-down compose-test dashboards dashboards-live test-rules
+.PHONY: config-table clean
 
 help: ## This list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -142,14 +146,23 @@ bench-classes: setup ## Realtime among batch requests of three orgs: latency, th
 bench-sharing: setup ## Several models on one device: switches, gain over a process per model, loads; some minutes
 	@$(BIN)/python -m bench.sharing $(ARGS)
 
+prove-sharing: setup ## 1,000 requests over six models that swap and preempt, each answer as its model's alone; half a minute
+	@$(BIN)/python -m bench.sharing_proof $(ARGS)
+
 bench-place: setup ## How long one choice of a worker takes among 256 with full caches, as JSON lines
 	@$(BIN)/python -m bench.fleet.place $(ARGS)
 
 bench-place-rpc: setup ## Place at 500 a second on a scheduler and Valkey of its own, as JSON lines
 	@$(BIN)/python -m bench.fleet.place_rpc $(ARGS)
 
+bench-gateway: setup ## A gateway's CPU time per delta at 128 streams of a worker that computes nothing, as JSON lines
+	@$(BIN)/python -m bench.gateway $(ARGS)
+
 bench-routing: setup ## Routing rules on a simulated fleet under published traces, as JSON lines (ARGS='--parts small', say)
 	@$(BIN)/python -m bench.fleet $(ARGS)
+
+bench-routing-real: setup ## Two real workers beside their simulation, and routing by prefix beside round robin, as JSON lines
+	@$(BIN)/python -m bench.fleet.real $(ARGS)
 
 bench-tracing: setup ## What tracing every request costs, as JSON lines
 	@$(BIN)/python -m bench.tracing $(ARGS)

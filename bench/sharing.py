@@ -2,7 +2,7 @@
 
 Six models with room for the weights of three, in bursts to one model after another, as rarely used models are used; beside them one
 process per model with an equal part of the same memory. The switch of a model of over a gigabyte beside a memcpy of its bytes. Two busy
-models beside each alone. Prints JSON lines {"figure", "value", "unit", "target", "holds"}.
+models beside each alone, and who alternates two that don't fit. Prints JSON lines {"figure", "value", "unit", "target", "holds"}.
 """
 
 import argparse
@@ -19,7 +19,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from bench.figure import line, show
+from bench.sharing_adversary import adversary
 from bench.sharing_device import LARGE, OUTPUT, PROMPT, SMALL, Device, Served, make, request, serve
+from bench.sharing_residents import between_residents, pool_moves
 from services.worker.engine.engine import EngineRequest
 from services.worker.engine.kernels.memory import large_pages
 from services.worker.sharing.residency import MIN_STAY_SECONDS
@@ -181,13 +183,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bursts", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=("switch", "two", "traffic"))
+    parser.add_argument("--only", choices=("switch", "two", "adversary", "traffic"))
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a round with the adversary")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.only in (None, "switch"):
         switch(arguments.rounds)
     if arguments.only in (None, "two"):
         two_models(16, arguments.rounds)
+        between_residents(arguments.rounds, NUM_THREADS)
+        pool_moves(arguments.rounds, NUM_THREADS)
+    if arguments.only in (None, "adversary"):
+        adversary(arguments.seconds, arguments.rounds, NUM_THREADS)
     if arguments.only in (None, "traffic"):
         traffic(arguments.bursts)
     return 0

@@ -30,16 +30,16 @@ CONFIG = EngineConfig(level="bf16", backend="native", max_sequences=32, max_step
 PROMPT, OUTPUT = 64, 64  # tokens of a request
 
 
-def random_decoder(model: ModelConfig, seed: int, num_threads: int) -> NativeDecoder:
-    """A decoder at bf16."""
+def random_decoder(model: ModelConfig, seed: int, num_threads: int, scale: float = 0.02) -> NativeDecoder:
+    """A decoder at bf16. `scale` is its weights' deviation."""
     compiled = library.find()
     assert compiled is not None, "no compiled kernels: run make setup"
-    return NativeDecoder(model, _random_weights(model, seed), f"random-{seed}", "bf16", compiled, num_threads)
+    return NativeDecoder(model, _random_weights(model, seed, scale), f"random-{seed}", "bf16", compiled, num_threads)
 
 
-def _random_weights(model: ModelConfig, seed: int) -> ReadWeights:
+def _random_weights(model: ModelConfig, seed: int, scale: float) -> ReadWeights:
     shapes = expected_shapes(model)
-    tile = torch.randn(1 << 21, generator=torch.Generator().manual_seed(seed)).mul_(0.02).bfloat16()
+    tile = torch.randn(1 << 21, generator=torch.Generator().manual_seed(seed)).mul_(scale).bfloat16()
 
     def read(name: str) -> torch.Tensor:
         count = torch.Size(shapes[name]).numel()
@@ -60,7 +60,9 @@ class Device:
     weight_bytes: int  # of one model
 
 
-def make(model: ModelConfig, names: Sequence[str], num_places: int | None, kv_bytes: int, num_threads: int) -> Device:
+def make(
+    model: ModelConfig, names: Sequence[str], num_places: int | None, kv_bytes: int, num_threads: int, pinned: Sequence[str] = ()
+) -> Device:
     """As many models of this shape as names, room for the weights of `num_places` of them; None: for all, without moving any."""
     page_bytes, configs = layout.sized(dict.fromkeys(names, (CONFIG, model)))
     num_pages = max(2 * len(names), kv_bytes // page_bytes)
@@ -80,7 +82,7 @@ def make(model: ModelConfig, names: Sequence[str], num_places: int | None, kv_by
             pool=parts[name],
         )
     size = len(decoders[names[0]].weights)
-    weights = None if num_places is None else Weights(num_places * (size + 4096), decoders)
+    weights = None if num_places is None else Weights(num_places * (size + 4096), decoders, pinned)
     return Device(SharedDevice(engines, arena, engines, weights), engines, weights, size)
 
 

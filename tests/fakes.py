@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from forebay.v1 import (
 from services.common import rpc
 from services.common.errors import StatusError, abort, unavailable
 from services.common.tls import Identity
+from services.worker.subscriptions import Subscriptions
 
 Item = TypeVar("Item")
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
@@ -81,13 +82,14 @@ class WorkerCall:
     context: Any
     num_sent: dict[int, int] = field(default_factory=dict)
     num_cached_tokens: int = 0
+    carried: Any = None  # its stream in a subscription
 
     def __post_init__(self) -> None:
         for index, delivered in enumerate(self.request.delivered):
             self.num_sent[index] = len(delivered.ids)
 
     async def _send(self, **event: Any) -> None:
-        await self.context.write(worker_pb2.WorkerServiceGenerateResponse(**event))
+        await (self.carried or self.context).write(worker_pb2.WorkerServiceGenerateResponse(**event))
 
     async def accept(self) -> None:
         await self._send(accepted=worker_pb2.Accepted(fingerprint="fp32-test"))
@@ -131,6 +133,8 @@ class WorkerCall:
         await self._send(completed=worker_pb2.Completed(usage=usage))
 
     async def fail(self, code: grpc.StatusCode, message: str = "scripted") -> None:
+        if self.carried is not None:
+            await self.carried.flush()
         await self.context.abort(code, message)
 
 
@@ -191,6 +195,9 @@ class FakeWorker(_Served, worker_pb2_grpc.WorkerServiceServicer):
         self.calls: Journal[WorkerCall] = Journal()
         self.cancelled: Journal[str] = Journal()
         self.num_open = 0
+        self.knows_subscriptions = True
+        self.subscription_error: grpc.StatusCode | None = None  # how they end
+        self.subscriptions = Subscriptions()
 
     def register(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
@@ -198,12 +205,26 @@ class FakeWorker(_Served, worker_pb2_grpc.WorkerServiceServicer):
     async def Embed(self, request: worker_pb2.WorkerServiceEmbedRequest, context: Any) -> None:
         raise NotImplementedError  # see fake_embedder.py
 
+    async def Subscribe(self, requests: Any, context: Any) -> None:
+        if not self.knows_subscriptions:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        await self.subscriptions.serve(requests, context)
+        if self.subscription_error is not None:
+            await context.abort(self.subscription_error, "Internal error from Core")
+
     async def Generate(self, request: worker_pb2.WorkerServiceGenerateRequest, context: Any) -> None:
-        call = WorkerCall(request, context)
+        subscription = self.subscriptions.of(request.delivery)
+        with subscription.stream(request.delivery.stream) if subscription else nullcontext() as carried:
+            await self._generate(WorkerCall(request, context, carried=carried))
+
+    async def _generate(self, call: WorkerCall) -> None:
+        request = call.request
         self.calls.append(call)
         self.num_open += 1
         try:
             await self.script(call)
+            if call.carried is not None:
+                await call.carried.flush()
         except (asyncio.CancelledError, grpc.aio.InternalError):  # the latter where the end meets a write
             self.cancelled.append(request.request_id)
             raise asyncio.CancelledError from None
@@ -229,8 +250,13 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         self.workers = list(workers)
         self.gate = asyncio.Event()
         self.gate.set()
+        self.hold = asyncio.Event()  # while clear, Place says nothing
+        self.hold.set()
         self.refusals: deque[StatusError] = deque()
         self.places: Journal[scheduler_pb2.PlaceRequest] = Journal()
+        self.reserved: Journal[scheduler_pb2.ReserveRequest] = Journal()
+        self.denied: Journal[tuple[str, str]] = Journal()  # (actor, act)
+        self.policies_digest = ""
         self.finishes: Journal[scheduler_pb2.FinishRequest] = Journal()
         self.withdrawn: Journal[str] = Journal()
         self.fleet_error: StatusError | None = None
@@ -260,6 +286,7 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         try:
             if self.refusals:
                 await abort(context, self.refusals.popleft())
+            await self.hold.wait()
             await context.write(scheduler_pb2.PlaceResponse(queued=scheduler_pb2.Queued(position=0, eta_seconds=-1)))
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -290,6 +317,16 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         self._leases[request.ticket.request_id] = lease
         return lease
 
+    async def Reserve(self, request: scheduler_pb2.ReserveRequest, context: Any) -> scheduler_pb2.ReserveResponse:
+        self.reserved.append(request)
+        if self.refusals:
+            await abort(context, self.refusals.popleft())
+        return scheduler_pb2.ReserveResponse()
+
+    async def NoteRefusal(self, request: scheduler_pb2.NoteRefusalRequest, context: Any) -> scheduler_pb2.NoteRefusalResponse:
+        self.denied.append((request.actor, request.act))
+        return scheduler_pb2.NoteRefusalResponse()
+
     async def Claim(self, request: scheduler_pb2.ClaimRequest, context: Any) -> scheduler_pb2.ClaimResponse:
         self.claims.append(request)
         if self.claim_refusals:
@@ -315,7 +352,8 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
         self.looks.append(context.peer())
         if self.fleet_error is not None:
             await abort(context, self.fleet_error)
-        return admin_pb2.GetFleetResponse(workers=[worker.state() for worker in self.workers], scheduler_id="s1")
+        states = [worker.state() for worker in self.workers]
+        return admin_pb2.GetFleetResponse(workers=states, scheduler_id="s1", policies=self.policies_digest)
 
     async def GetOrg(self, request: scheduler_pb2.GetOrgRequest, context: Any) -> scheduler_pb2.GetOrgResponse:
         self.org_questions.append(request.org)
@@ -339,6 +377,9 @@ class FakeScheduler(_Served, scheduler_pb2_grpc.SchedulerServiceServicer, admin_
 
     async def Drain(self, request: Any, context: Any) -> Any:
         return await self._act(request, admin_pb2.DrainResponse(worker_ids=[request.name]), context)
+
+    async def SetModel(self, request: Any, context: Any) -> Any:
+        return await self._act(request, admin_pb2.SetModelResponse(), context)
 
     async def ListOrgs(self, request: Any, context: Any) -> Any:
         return await self._act(request, admin_pb2.ListOrgsResponse(orgs=self.policies.values()), context)

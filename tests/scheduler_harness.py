@@ -236,6 +236,9 @@ class FakeWorker:
         self.leases: dict[str, scheduler_pb2.LeaseProgress] = {}
         self.revoked: list[tuple[str, int]] = []
         self.state = scheduler_pb2.Heartbeat(healthy=True)
+        self.model_acts: list[tuple[int, str]] = []
+        self.says: str | None = "does as it is told"  # of an act; None: nothing
+        self.refuses = False
         self.num_registered = 0
         self.last_error: grpc.aio.AioRpcError | None = None
         self._beat_seconds = beat_seconds
@@ -274,6 +277,10 @@ class FakeWorker:
                     self.num_registered += 1
                 elif response.HasField("drain"):
                     self.state.drained = response.drain.drain
+                elif response.HasField("pins"):
+                    self.state.pins[:] = response.pins.models
+                elif response.HasField("model_act"):
+                    self._obey(response.model_act)
                 else:
                     self.revoked += [(lease.request_id, lease.epoch) for lease in response.revoke.leases]
                     for lease in response.revoke.leases:
@@ -282,6 +289,11 @@ class FakeWorker:
             self.last_error = error
         finally:
             call.cancel()
+
+    def _obey(self, act: scheduler_pb2.ModelAct) -> None:
+        self.model_acts.append((act.kind, act.model))
+        if act.act_id and self.says is not None:
+            self.state.outcomes.add(act_id=act.act_id, refused=self.refuses, words=self.says)
 
     async def _requests(self) -> AsyncIterator[scheduler_pb2.AttachRequest]:
         yield scheduler_pb2.AttachRequest(register=self.register)

@@ -33,7 +33,7 @@ Response = worker_pb2.WorkerServiceGenerateResponse
 Call = grpc.aio.UnaryStreamCall[worker_pb2.WorkerServiceGenerateRequest, Response]
 
 
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     """Waits for a condition that something else brings about."""
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition():
@@ -182,7 +182,7 @@ class Harness:
         assert len(lines) == 1, (name, lines)
         return float(lines[0].rpartition(" ")[2])
 
-    async def idle(self, seconds: float = 5.0) -> None:
+    async def idle(self, seconds: float = 20.0) -> None:
         """Waits until nothing is left of any request, and checks the engine's books."""
         await until(lambda: not len(self.worker.leases) and not self.engine.has_work, seconds)
         await until(lambda: self.worker.loop.last_turn.stats[self.served.model].num_used_blocks == 0, seconds)

@@ -1,4 +1,4 @@
-"""What compose.yaml mounts, made where it isn't there yet: keys and a token, passwords, certificates; and .env with the default model.
+"""What compose.yaml mounts, made where it isn't there yet: keys and a token, passwords, certificates; and .env with the default models.
 
 Usage: python tools/compose_files.py [FOLDER], the folder of compose.yaml.
 """
@@ -6,6 +6,7 @@ Usage: python tools/compose_files.py [FOLDER], the folder of compose.yaml.
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.cli import authority, keys, models
@@ -30,17 +31,20 @@ def make(folder: Path) -> None:
         path.chmod(0o644)
     environment = folder / ".env"
     if not environment.exists():
-        environment.write_text(_environment(models.default(), max(1, len(os.sched_getaffinity(0)) // _NUM_WORKERS)))
+        environment.write_text(_environment(models.defaults(), max(1, len(os.sched_getaffinity(0)) // _NUM_WORKERS)))
 
 
-def _environment(model: models.ModelFiles, cpus: int) -> str:
-    """Compose reads these where its own environment doesn't name others."""
+def _environment(served: Sequence[models.ModelFiles], cpus: int) -> str:
+    """Compose reads these where its own environment doesn't name others. `served`: one that generates, and maybe one that embeds."""
+    model, *others = served
     names = {
         "FOREBAY_MODEL_DIR": model.path.parent,
         "FOREBAY_MODEL_FILE": model.path.name,
         "FOREBAY_MODEL_NAME": model.name,
         "FOREBAY_WORKER_CPUS": cpus,
     }
+    for embedding in others:
+        names |= {"FOREBAY_EMBEDDING_DIR": embedding.path, "FOREBAY_EMBEDDING_NAME": embedding.name}
     return "".join(f"{name}={value}\n" for name, value in names.items())
 
 

@@ -68,7 +68,7 @@ def _nothing(name: str) -> Callable[[], Any]:
 
 def _stats() -> EngineStats:
     values: dict[str, Any] = {field.name: 1 for field in dataclasses.fields(EngineStats)}
-    return EngineStats(**values | {"num_spans_by_accepted": (0, 0)})
+    return EngineStats(**values | {"num_spans_by_accepted": (0, 0), "step_time": (1.0,) * 4})
 
 
 def _sensors(device: Device | None) -> Any:

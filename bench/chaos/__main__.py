@@ -73,6 +73,7 @@ def figures(row: Row, trials: Sequence[Trial]) -> list[dict[str, object]]:
     }
     lines = [line(f"trials_{row.name}", len(felt), "trials", len(trials))]
     lines += [line(f"{name}_{row.name}", value, unit, 0, at_most=True) for name, (value, unit) in counts.items()]
+    lines.append(line(f"refused_{row.name}", sum(trial.num_refused for trial in felt), "tries"))
     gaps = [gap for trial in felt for gap in trial.gaps]
     if row.has_gap:
         lines.append(line(f"gap_p99_s_{row.name}", percentile(gaps, 0.99) if gaps else None, "s", GAP_SECONDS, at_most=True))

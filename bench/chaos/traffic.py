@@ -16,6 +16,8 @@ from forebay.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from services.common.errors import from_rpc
 
 _numbers = itertools.count(1)
+RETRIES = 2
+"""As OpenAI's SDK: what was refused with a time at which to come back comes back so often."""
 
 
 @dataclass
@@ -30,6 +32,8 @@ class Stream:
     deadline: float = 60.0
     gateway: int = 0
     key: str = ""  # idempotency key
+    retries: int = 0  # that are left
+    num_refused: int = 0
     ids: dict[int, list[int]] = field(default_factory=dict)
     started: bool = False
     ended: bool = False
@@ -116,8 +120,18 @@ class Traffic:
             model=MODEL, tokens=types_pb2.TokenIds(ids=stream.prompt), sampling=sampling,
             latency_class=types_pb2.LatencyClass.ValueType(stream.latency_class),
         )  # fmt: skip
-        stream.sent_at = last = time.monotonic()
+        stream.sent_at = time.monotonic()
         metadata = (*self._fleet.metadata, *metadata, *((("idempotency-key", stream.key),) if stream.key else ()))
+        while (retry_after := await self._try(stream, request, metadata)) is not None:
+            stream.retries -= 1
+            stream.num_refused += 1
+            await asyncio.sleep(retry_after)
+        stream.ended = True
+        return stream
+
+    async def _try(self, stream: Stream, request: inference_pb2.GenerateRequest, metadata: Sequence[tuple[str, str]]) -> float | None:
+        """One call. Seconds after which to make another one, where it was refused before its first token."""
+        last = time.monotonic()
         call = self.stub(stream.gateway).Generate(request, metadata=metadata, timeout=stream.deadline)
         try:
             async for event in call:
@@ -133,13 +147,15 @@ class Traffic:
                     stream.usage = event.finished.usage
         except grpc.aio.AioRpcError as failure:
             error = from_rpc(failure)
+            if stream.retries and not stream.num_received and error.retry_after_seconds is not None:
+                return error.retry_after_seconds
             stream.error, stream.reason, stream.words = error.code.name, error.reason, error.message
             stream.num_ends += 1
         finally:
             call.cancel()
-        stream.ended, stream.ended_at = True, time.monotonic()
+        stream.ended_at = time.monotonic()
         stream.longest_gap = max(stream.longest_gap, stream.ended_at - last)
-        return stream
+        return None
 
 
 def prompt(length: int = 12) -> list[int]:

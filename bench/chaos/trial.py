@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from bench.chaos.fleet import Fleet
-from bench.chaos.traffic import Flow, Stream, Traffic
+from bench.chaos.traffic import RETRIES, Flow, Stream, Traffic
 
 
 @dataclass
@@ -26,6 +26,8 @@ class Trial:
     def flow(self, planned: Sequence[Stream], *, survive: bool = True) -> Flow:
         """Starts streams."""
         (self.surviving if survive else self.others).extend(planned)
+        for stream in planned:
+            stream.retries = RETRIES if survive else 0
         return Flow(self.traffic, planned)
 
     def prove(self, what: str, felt: object) -> None:
@@ -52,6 +54,11 @@ class Trial:
     def wrong(self) -> list[Stream]:
         """Whose tokens an undisturbed worker would not have said."""
         return [stream for stream in (*self.surviving, *self.others) if stream.wrong]
+
+    @property
+    def num_refused(self) -> int:
+        """Times that a request was told to come back, and did."""
+        return sum(stream.num_refused for stream in self.surviving)
 
     @property
     def gaps(self) -> list[float]:

@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from bench.fleet.node import MAX_SEQUENCES, MAX_WAITING, Job, Node
-from bench.fleet.trace import BLOCK_TOKENS, Row
+from bench.fleet.node import Job, Node
+from bench.fleet.shared import SharedNode
+from bench.fleet.trace import Row
 from services.scheduler.policy.fleet import ServedModel, Worker
 from services.scheduler.policy.memory import Memory
 from services.scheduler.policy.node import prefill_rate
@@ -43,6 +44,8 @@ class Outcome:
     slowed_seconds: float = 0.0
     where: dict[str, str] = field(default_factory=dict)
     """Request -> node."""
+    jobs: dict[str, Job] = field(default_factory=dict, compare=False)
+    """By request."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +56,33 @@ class Arrival:
     model: str
 
 
+def roughly(num_output_tokens: int) -> int:
+    """max_tokens of a client that knows roughly how much it wants."""
+    return max(16, 1 << (num_output_tokens - 1).bit_length())
+
+
 class Mesh:
     """One scheduler and its nodes. `run` once."""
 
-    def __init__(self, nodes: Sequence[Node], rules: Rules, *, beats: Beats | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node | SharedNode],
+        rules: Rules,
+        *,
+        beats: Beats | None = None,
+        seed: int = 0,
+        asked: Callable[[int], int] = roughly,
+    ) -> None:
+        """`asked`: max_tokens of a client that will get so many."""
         self._nodes = {node.name: node for node in nodes}
         self._rules = rules
         self._beats = beats or Beats()
+        self._asked = asked
+        self._block_tokens = nodes[0].engine.block_tokens
         self._draw = random.Random(seed).randrange
         self._memory = Memory()
         self._workers = {node.name: _worker(node) for node in nodes}
-        self._queues: dict[str, deque[tuple[Ticket, float]]] = {node.model.name: deque() for node in nodes}
+        self._queues: dict[str, deque[tuple[Ticket, float]]] = {model: deque() for node in nodes for model in node.served}
         self._held: dict[str, tuple[str, int, int]] = {}  # request -> node, slots, blocks
         self._keys: dict[str, Sequence[bytes]] = {}
         self._outputs: dict[str, int] = {}
@@ -86,7 +105,7 @@ class Mesh:
             now, _, event = heapq.heappop(self._events)
             event(now)
         self.outcome.hit_tokens = sum(node.num_hit_tokens for node in self._nodes.values())
-        self.outcome.slowed_seconds = sum(node.thermals.slowed_seconds for node in self._nodes.values())
+        self.outcome.slowed_seconds = sum(node.slowed_seconds for node in self._nodes.values())
         return self.outcome
 
     def _at(self, time: float, event: Callable[[float], None]) -> None:
@@ -98,8 +117,8 @@ class Mesh:
     def _arrive(self, number: int, arrival: Arrival, now: float) -> None:
         row, request_id = arrival.row, f"r{number}"
         ticket = Ticket(
-            request_id, "org", STANDARD, arrival.model, "v1", row.num_prompt_tokens, _asked(row.num_output_tokens), order=number,
-            block_hashes="".join(f"{block:016x}" for block in row.blocks[:256]), hash_tokens=BLOCK_TOKENS if row.blocks else 0,
+            request_id, "org", STANDARD, arrival.model, "v1", row.num_prompt_tokens, self._asked(row.num_output_tokens), order=number,
+            block_hashes="".join(f"{block:016x}" for block in row.blocks[:256]), hash_tokens=self._block_tokens if row.blocks else 0,
         )  # fmt: skip
         self._keys[request_id] = [block.to_bytes(8, "big") for block in row.blocks]
         self._outputs[request_id] = row.num_output_tokens
@@ -123,9 +142,10 @@ class Mesh:
             self._reserve(name, p.num_slots, p.num_blocks)
             self._held[ticket.request_id] = name, p.num_slots, p.num_blocks
             self.outcome.where[ticket.request_id] = name
-            job = Job(
-                ticket.request_id, ticket.num_prompt_tokens, self._outputs[ticket.request_id], self._keys.pop(ticket.request_id), came
-            )
+            job = self.outcome.jobs[ticket.request_id] = Job(
+                ticket.request_id, ticket.num_prompt_tokens, self._outputs[ticket.request_id], self._keys.pop(ticket.request_id), came,
+                model=ticket.model,
+            )  # fmt: skip
             self._nodes[name].take(job, now)
             self._schedule(name)
 
@@ -189,11 +209,10 @@ class Mesh:
             heard(now)
 
 
-def _worker(node: Node) -> Worker:
-    model = ServedModel("v1", BLOCK_TOKENS, node.num_blocks, node.num_blocks * BLOCK_TOKENS)
-    return Worker(node.name, node.name, node.name, MAX_SEQUENCES, MAX_SEQUENCES + MAX_WAITING, {node.model.name: model})
-
-
-def _asked(num_output_tokens: int) -> int:
-    """max_tokens of a client that knows roughly how much it wants."""
-    return max(16, 1 << (num_output_tokens - 1).bit_length())
+def _worker(node: Node | SharedNode) -> Worker:
+    engine = node.engine
+    models = {
+        model: ServedModel("v1", engine.block_tokens, num_blocks, num_blocks * engine.block_tokens)
+        for model, num_blocks in node.served.items()
+    }
+    return Worker(node.name, node.name, node.name, engine.max_sequences, engine.max_sequences + engine.max_waiting, models)

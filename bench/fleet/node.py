@@ -9,13 +9,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bench.fleet.devices import Device, Model, Thermals, cache_tokens, law
+from bench.fleet.devices import StepLaw, Thermals
 from bench.fleet.trace import BLOCK_TOKENS
 from services.scheduler.policy.node import NodeState, StepCost
 from services.worker.engine.block_pool import BlockPool
 from services.worker.engine.step_time import Load, StepTime
 
-MAX_SEQUENCES, MAX_WAITING, MAX_STEP_TOKENS = 64, 2, 2048
 LEARN_ALL, LEARN_EACH = 32, 8
 """The step time is fitted to so many steps, then to each so many'th."""
 FOREVER = math.inf
@@ -35,23 +34,36 @@ class Job:
     table: list[int] = field(default_factory=list)
     first_at: float = 0.0
     ended_at: float = 0.0
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a worker's engine is set."""
+
+    num_blocks: int
+    block_tokens: int = BLOCK_TOKENS
+    max_sequences: int = 64
+    max_waiting: int = 2
+    max_step_tokens: int = 2048
 
 
 class Node:
     """`until` is when its step, or run of steps, ends; then `turn` is to be called."""
 
-    def __init__(self, name: str, device: Device, model: Model, air_celsius: float) -> None:
+    def __init__(self, name: str, model: str, law: StepLaw, engine: Engine, thermals: Thermals) -> None:
         self.name = name
-        self.device = device
         self.model = model
-        self.num_blocks = cache_tokens(device, model) // BLOCK_TOKENS
-        self.pool = BlockPool(self.num_blocks)
-        self.thermals = Thermals(device, air_celsius)
+        self.engine = engine
+        self.pool = BlockPool(engine.num_blocks)
+        self.thermals = thermals
         self.step_time = StepTime()
+        self.served = {model: engine.num_blocks}
         self.until = FOREVER
+        self._paused: tuple[float, float] | None = None  # since when, and how long the run had still to go
         self.jobs: dict[str, Job] = {}
         self.num_hit_tokens = 0
-        self._law = law(device, model)
+        self._law = law
         self._waiting: deque[Job] = deque()
         self._prompts: list[Job] = []  # running, not yet decoding
         self._chunks: list[tuple[Job, int]] = []  # of the step under way
@@ -63,7 +75,7 @@ class Node:
     def warm_up(self) -> None:
         """It has run before the trace begins: its step time is known."""
         for number in range(1, LEARN_ALL + 1):
-            decodes, chunk = number % 16, MAX_STEP_TOKENS // (1 + number % 4) if number % 3 else 0
+            decodes, chunk = number % 16, self.engine.max_step_tokens // (1 + number % 4) if number % 3 else 0
             load = Load(decodes + chunk, decodes + 1, 2000 * decodes + 2 * chunk)
             pairs = 2000.0 * decodes + 1.5 * chunk * chunk
             self.step_time.record(load, self._law.seconds(load.num_tokens, load.num_rows, load.num_keys, pairs))
@@ -74,6 +86,8 @@ class Node:
         """A request has come. A run of decoding steps ends with the step under way."""
         self.jobs[job.request_id] = job
         self._waiting.append(job)
+        if self._paused is not None:
+            return
         if self.until == FOREVER:
             self._begin(now)
         elif not self._chunks:
@@ -98,6 +112,27 @@ class Node:
         self._begin(now)
         return firsts, ended
 
+    def pause(self, now: float) -> None:
+        """Its weights have gone: what it does goes on where it was when they are back."""
+        self._paused = now, self.until - now
+        self.until = FOREVER
+
+    def resume(self, now: float) -> None:
+        """They are."""
+        if self._paused is None:
+            return
+        (since, left), self._paused = self._paused, None
+        start, *run = self._run
+        self._run = (start + now - since, *run)  # type: ignore[assignment]  # three more
+        self.until = now + left
+        if self.until == FOREVER and self._waiting:
+            self._begin(now)
+
+    @property
+    def slowed_seconds(self) -> float:
+        """In which it was too hot."""
+        return self.thermals.slowed_seconds
+
     def state(self, now: float) -> tuple[NodeState, int]:
         """(what a heartbeat tells, tokens of prompts still to compute)"""
         elapsed = now - self._looked_at
@@ -108,8 +143,9 @@ class Node:
         line = self.step_time.line
         lacking = sum(job.num_prompt_tokens - job.num_computed for group in (self._prompts, self._waiting) for job in group)
         return NodeState(
-            None if line is None else StepCost(*line), MAX_STEP_TOKENS, share, 1 - self.pool.num_used / self.num_blocks, len(self._waiting),
-            self.thermals.celsius, self.thermals.celsius_per_second, self.device.slowdown_celsius,
+            None if line is None else StepCost(*line), self.engine.max_step_tokens, share,
+            1 - self.pool.num_used / self.engine.num_blocks, len(self._waiting),
+            self.thermals.celsius, self.thermals.celsius_per_second, self.thermals.device.slowdown_celsius,
         ), lacking  # fmt: skip
 
     @property
@@ -125,7 +161,7 @@ class Node:
     # --- steps
 
     def _begin(self, now: float) -> None:
-        while self._waiting and self.num_running < MAX_SEQUENCES and self._start(self._waiting[0]):
+        while self._waiting and self.num_running < self.engine.max_sequences and self._start(self._waiting[0]):
             self._prompts.append(self._waiting.popleft())
         self._chunks = []
         if self._prompts:
@@ -158,19 +194,19 @@ class Node:
     def _start(self, job: Job) -> bool:
         """Blocks for all that it will have, found ones first."""
         hits = self.pool.lookup(job.keys)
-        total = -(-(job.num_prompt_tokens + job.num_output_tokens) // BLOCK_TOKENS)
+        total = -(-(job.num_prompt_tokens + job.num_output_tokens) // self.engine.block_tokens)
         if total - len(hits) + self.pool.num_unreferenced(hits) > self.pool.num_available:
             return False
         self.pool.touch(hits)
         job.table = [*hits, *self.pool.allocate(total - len(hits))]
-        job.num_computed = job.num_found = len(hits) * BLOCK_TOKENS
+        job.num_computed = job.num_found = len(hits) * self.engine.block_tokens
         self.num_hit_tokens += job.num_found
         return True
 
     def _chunk_step(self) -> float:
         """Seconds of a step with a token for each that decodes, and prompts in order with what is left."""
         num_decodes = len(self._ends)
-        left, rows, keys, pairs = MAX_STEP_TOKENS - num_decodes, num_decodes, self._num_keys, float(self._num_keys)
+        left, rows, keys, pairs = self.engine.max_step_tokens - num_decodes, num_decodes, self._num_keys, float(self._num_keys)
         for job in self._prompts:
             length = min(left, job.num_prompt_tokens - job.num_computed)
             if length <= 0:
@@ -181,16 +217,16 @@ class Node:
             keys += end
             pairs += length * (job.num_computed + length / 2)
             self._chunks.append((job, length))
-        tokens = MAX_STEP_TOKENS - left
+        tokens = self.engine.max_step_tokens - left
         self._load = Load(tokens, rows, keys)
         return self._law.seconds(tokens, rows, keys, pairs) / self.thermals.speed
 
     def _commit_chunks(self, now: float) -> list[Job]:
         firsts = []
         for job, length in self._chunks:
-            start = job.num_computed // BLOCK_TOKENS
+            start = job.num_computed // self.engine.block_tokens
             job.num_computed += length
-            for index in range(start, min(len(job.keys), job.num_computed // BLOCK_TOKENS)):
+            for index in range(start, min(len(job.keys), job.num_computed // self.engine.block_tokens)):
                 self.pool.register(job.table[index], job.keys[index])
             if job.num_computed == job.num_prompt_tokens:
                 job.first_at = now

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -28,9 +27,15 @@ MODEL, HASH_TOKENS, NUM_HASHES, NUM_HEADS = "m@bf16", 64, 30, 50
 WARM_SECONDS = 2.0
 
 
+def cpu_seconds(pid: int) -> float:
+    """A process's so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def scheduler() -> Iterator[str]:
-    """Its address, while Valkey and it run."""
+def scheduler() -> Iterator[tuple[str, list[int]]]:
+    """Its address and (its pid, Valkey's), while both run."""
     with tempfile.TemporaryDirectory(prefix="fb-") as folder:
         socket = Path(folder) / "valkey.sock"
         store = subprocess.Popen(valkey.spec(Path(folder), socket).command, stdout=subprocess.DEVNULL)
@@ -39,7 +44,7 @@ def scheduler() -> Iterator[str]:
         try:
             assert process.stdout is not None
             events = (json.loads(text) for text in process.stdout)
-            yield next(event["address"] for event in events if event.get("event") == "listening")
+            yield next(event["address"] for event in events if event.get("event") == "listening"), [process.pid, store.pid]
         finally:
             for child in (process, store):
                 child.terminate()
@@ -110,17 +115,17 @@ class Load:
         with suppress(grpc.aio.AioRpcError):  # it expires, then
             await self._stub.Finish(scheduler_pb2.FinishRequest(request_id=ticket.request_id, epoch=lease.epoch))
 
-    async def run(self, rate: float, seconds: float) -> None:
+    async def run(self, rate: float, seconds: float, first: int) -> None:
         """At that rate for so long, from a first number on."""
         began, tasks = time.perf_counter(), []
         for number in range(int(rate * seconds)):
             await asyncio.sleep(max(0.0, began + number / rate - time.perf_counter()))
-            tasks.append(asyncio.create_task(self.one(number)))
+            tasks.append(asyncio.create_task(self.one(first + number)))
         await asyncio.gather(*tasks)
 
 
-async def measure(address: str, arguments: argparse.Namespace) -> tuple[list[float], int]:
-    """(seconds of each placement behind the first ones, sorted, infinite where it was refused; how many were)"""
+async def measure(address: str, pids: list[int], arguments: argparse.Namespace) -> tuple[list[float], int, list[float]]:
+    """(seconds of each placement behind the first ones, sorted, infinite where refused; how many were; CPU seconds of each process)"""
     workers = {worker.worker_id: worker for worker in map(Worker, range(arguments.workers))}
     async with grpc.aio.insecure_channel(address) as channel:
         stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
@@ -128,10 +133,14 @@ async def measure(address: str, arguments: argparse.Namespace) -> tuple[list[flo
         for call in calls:
             await call.read()
         load = Load(channel, workers, arguments.hold)
-        await load.run(arguments.rate, WARM_SECONDS + arguments.seconds)
+        await load.run(arguments.rate, WARM_SECONDS, 0)
+        load.times.clear()
+        before = list(map(cpu_seconds, pids))
+        await load.run(arguments.rate, arguments.seconds, 1_000_000)
+        used = [cpu_seconds(pid) - cpu for pid, cpu in zip(pids, before, strict=True)]
         for call in calls:
             call.cancel()
-    return sorted(load.times[int(WARM_SECONDS * arguments.rate) :]), load.num_refused
+    return sorted(load.times), load.num_refused, used
 
 
 def main() -> None:
@@ -142,12 +151,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--hold", type=float, default=0.5, help="seconds that a lease lasts")
     arguments = parser.parse_args()
-    with scheduler() as address:
-        times, num_refused = asyncio.run(measure(address, arguments))
+    with scheduler() as (address, pids):
+        times, num_refused, used = asyncio.run(measure(address, pids, arguments))
     show(line("place_refused", num_refused, "requests", 0, at_most=True))
     placed = [seconds for seconds in times if seconds < math.inf] or [math.nan]
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    show(line("place_cpu_ms", 1e3 * (used.ru_utime + used.ru_stime) / (len(times) + WARM_SECONDS * arguments.rate), "ms"))
+    show(line("place_cpu_ms", 1e3 * used[0] / len(times), "ms of the scheduler's CPU, with Finish"))
+    show(line("place_store_cpu_ms", 1e3 * used[1] / len(times), "ms of Valkey's CPU, with Finish"))
     show(line("place_p50_ms", 1e3 * placed[len(placed) // 2], "ms"))
     show(line("place_p99_ms", 1e3 * placed[int(len(placed) * 0.99)], "ms", 10, at_most=True))
 

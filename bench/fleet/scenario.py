@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.fleet.devices import A100, EMBEDDING, H100, LARGE, SMALL, Device, Model
+from bench.fleet.devices import A100, EMBEDDING, H100, LARGE, SMALL, Device, Model, Thermals, cache_tokens, law
 from bench.fleet.mesh import Arrival, Mesh
-from bench.fleet.node import Node
-from bench.fleet.trace import Row, window
+from bench.fleet.node import Engine, Node
+from bench.fleet.trace import BLOCK_TOKENS, Row, window
 from services.scheduler.policy.routing import ROUTINGS
 from services.scheduler.policy.rules import Rules
 
@@ -47,10 +47,15 @@ def nodes(count: int) -> list[Node]:
     for device, model, share in SHAPE:
         for number in range(share * count // 16):
             air = WARM_CELSIUS if number % WARM_EACH == WARM_EACH - 1 else COOL_CELSIUS
-            node = Node(f"{model.name}-{device.name}-{number}", device, model, air)
+            node = node_of(f"{model.name}-{device.name}-{number}", device, model, air)
             node.warm_up()
             made.append(node)
     return made
+
+
+def node_of(name: str, device: Device, model: Model, air_celsius: float) -> Node:
+    """One that knows no step time yet."""
+    return Node(name, model.name, law(device, model), Engine(cache_tokens(device, model) // BLOCK_TOKENS), Thermals(device, air_celsius))
 
 
 def scenario(rows: Sequence[Row], *, num_nodes: int, num_requests: int, seed: int) -> Scenario:
@@ -69,7 +74,7 @@ def _capacity(rows: Sequence[Row]) -> dict[str, float]:
     """Requests per second that 16 nodes do of each model that generates, when there are always more of them."""
     fleet, rates = nodes(16), {}
     for model in (SMALL, LARGE):
-        serving = [node for node in fleet if node.model is model]
+        serving = [node for node in fleet if node.model == model.name]
         probes = [Arrival(replace(row, at=0.0), model.name) for row in rows[: NUM_PROBES * len(serving)]]
         ended = sorted(Mesh(serving, Rules(routing=ROUTINGS["prefix"])).run(probes).ended_at)
         most = int(len(ended) * 0.8)  # behind that the fleet empties

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from bench.figure import show
+from bench.figure import line, show
 from deploy.ci import engine, figures
 from deploy.ci.load import Gateway
 from deploy.ci.stack import DEPLOY, Stack
@@ -38,7 +38,8 @@ def _stack(environment: Mapping[str, str], folder: Path, ports: tuple[int, int, 
     if _has_torch_wheel():
         settings["TORCH_INDEX"] = ""
     token = (folder / "secrets" / "token").read_text()
-    gateway = Gateway(f"http://127.0.0.1:{http_port}", token, models.default().name)
+    generates, embeds = models.defaults()
+    gateway = Gateway(f"http://127.0.0.1:{http_port}", token, generates.name, embeds.name)
     return Stack({**environment, **settings}), gateway
 
 
@@ -63,13 +64,20 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["private", "present"], default="private", help="a dockerd of its own, or the one there is")
     parser.add_argument("--folder", type=Path, help="keeps images here for the next run; left out: nothing is kept")
+    parser.add_argument(
+        "--or-say-why", action="store_true", help="where this machine can run no containers: a line that says so, and exit code 0"
+    )
     parser.add_argument("--ports", type=int, nargs=3, default=(50151, 8100, 9191), help="published: gRPC, HTTP, Prometheus")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     with contextlib.ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-compose-", dir="/var/tmp")))
         running = engine.running if args.engine == "private" else _present
-        environment = stack.enter_context(running(folder))
+        try:
+            environment = stack.enter_context(running(folder))
+        except engine.CannotRunHere as why:
+            show(line("compose_test", f"NOT RUN, this machine can't: {why}", ""))
+            return 0 if args.or_say_why else 1
         project, gateway = _stack(environment, folder / "project", tuple(args.ports))
         print("building images", file=sys.stderr)
         project.compose("build", *_BUILT)

@@ -18,22 +18,45 @@ _TABLES = ("filter", "nat", "mangle", "raw")
 _STOP_SECONDS = 60
 
 
+class CannotRunHere(Exception):
+    """Of this machine, not of Forebay: it has no engine and none can be started. Says why."""
+
+
 @contextmanager
 def running(folder: Path) -> Iterator[Mapping[str, str]]:
-    """The environment by which `docker` finds the engine, whose images stay in `folder`. RuntimeError where it doesn't start."""
+    """The environment by which `docker` finds the engine, whose images stay in `folder`. CannotRunHere where it doesn't run a container."""
     if os.geteuid() != 0:
-        raise RuntimeError("it needs root: it starts a dockerd of its own (or give it yours: --engine present)")
-    _install_packages()
+        raise CannotRunHere("it needs root: it starts a dockerd of its own (or give it yours: --engine present)")
+    if shutil.which("apt-get") is None:
+        raise CannotRunHere("it needs Debian's apt-get, for dockerd (or give it yours: --engine present)")
+    try:
+        _install_packages()
+        _install_compose(folder)
+    except subprocess.CalledProcessError as error:
+        raise CannotRunHere(f"what it needs can't be installed: {error}") from error
     environment = {**os.environ, "DOCKER_HOST": f"unix://{folder}/docker.sock", "DOCKER_CONFIG": str(folder / "config")}
-    _install_compose(folder)
     with ExitStack() as after:
         _restore_afterwards(after, folder)
         process = _start(folder, environment)
         after.callback(_stop, process)
         _wait(process, folder, environment)
-        if subprocess.run(["docker", "image", "inspect", BASE_IMAGE], env=environment, capture_output=True).returncode != 0:
-            subprocess.run([Path(__file__).with_name("base_image.sh"), BASE_IMAGE], env=environment, check=True)
+        _make_base(environment)
         yield environment
+
+
+def _make_base(environment: Mapping[str, str]) -> None:
+    """The image that all others begin with, and a container of it: where mounts or namespaces are forbidden, it ends here."""
+    if subprocess.run(["docker", "image", "inspect", BASE_IMAGE], env=environment, capture_output=True).returncode != 0:
+        made = subprocess.run([Path(__file__).with_name("base_image.sh"), BASE_IMAGE], env=environment, stderr=subprocess.PIPE, text=True)
+        if made.returncode != 0:
+            raise CannotRunHere("base_image.sh made no image: " + _last(made.stderr))
+    tried = subprocess.run(["docker", "run", "--rm", BASE_IMAGE, "true"], env=environment, capture_output=True, text=True)
+    if tried.returncode != 0:
+        raise CannotRunHere("no container starts: " + _last(tried.stderr))
+
+
+def _last(text: str) -> str:
+    return " | ".join(text.strip().splitlines()[-3:])
 
 
 def _install_packages() -> None:
@@ -83,7 +106,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, environment: Mapping[s
     while subprocess.run(["docker", "info"], env=environment, capture_output=True).returncode != 0:
         if process.poll() is not None or time.monotonic() > give_up:
             words = (folder / "dockerd.log").read_text(errors="replace").splitlines()[-5:]
-            raise RuntimeError("dockerd doesn't answer: " + " | ".join(words))
+            raise CannotRunHere("dockerd doesn't answer: " + " | ".join(words))
         time.sleep(0.1)
 
 

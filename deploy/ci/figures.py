@@ -5,14 +5,15 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
 import httpx
 
 from bench.figure import line
+from deploy.ci import frozen
 from deploy.ci.load import Gateway, Load, Stream, answer
 from deploy.ci.stack import CORE, PROJECT, Stack, command_lines, is_healthy, wait_until
 from forebay.v1 import admin_pb2, admin_pb2_grpc
@@ -61,6 +62,7 @@ def all_of(stack: Stack, gateway: Gateway) -> Figures:
     yield from strangers(stack)
     yield from containment(stack)
     yield from worker_killed(stack, gateway)
+    yield from worker_hung(stack, gateway)
     yield from gateway_recreated(stack, gateway)
 
 
@@ -84,9 +86,12 @@ def start(stack: Stack, gateway: Gateway) -> Figures:
         wait_until(lambda: client.get("/ready").status_code == 200, 30, "the gateway is ready")
         begun = time.monotonic()
         text = answer(client, gateway, max_tokens=32)
+        seconds = time.monotonic() - begun
+        embedded = client.post("/v1/embeddings", json={"model": gateway.embedding, "input": ["Paris", "a river"]}).raise_for_status()
     if "Paris" not in text:
         raise RuntimeError(f"the model's answer is wrong: {text!r}")
-    yield line("completion_seconds", time.monotonic() - begun, "s", 30, at_most=True)
+    yield line("completion_seconds", seconds, "s", 30, at_most=True)
+    yield line("embedded_inputs", len(embedded.json()["data"]), "inputs", 2)
 
 
 def trace(stack: Stack) -> Figures:
@@ -172,23 +177,61 @@ def containment(stack: Stack) -> Figures:
 
 
 def worker_killed(stack: Stack, gateway: Gateway) -> Figures:
-    """SIGKILL of a worker under load: the other one answers, and the restart policy brings it back."""
-    metadata = (("authorization", f"Bearer {gateway.token}"),)
-    with grpc.insecure_channel(f"127.0.0.1:{stack.environment['FOREBAY_GRPC_PORT']}") as channel, Load(gateway) as load:
-        fleet = admin_pb2_grpc.AdminServiceStub(channel)
-
-        def incarnation() -> str:
-            found = fleet.GetFleet(admin_pb2.GetFleetRequest(), metadata=metadata, timeout=5).workers
-            return next((w.registration.incarnation for w in found if w.ready and w.registration.worker_id == "worker-1"), "")
-
-        before = incarnation()
+    """SIGKILL of a worker under load: the other one answers, the restart policy brings it back, and it says what it died with."""
+    with fleet(stack) as workers, Load(gateway) as load:
+        before = ready(workers(), "worker-1")
         wait_until(lambda: load.num_answered >= 8, 60, "answers under load")
-        os.kill(stack.inspect("worker-1")["State"]["Pid"], signal.SIGKILL)
-        seconds = wait_until(lambda: incarnation() not in ("", before), 90, "worker-1 takes work again")
+        pid = stack.inspect("worker-1")["State"]["Pid"]
+        wait_until(lambda: stopped_in_a_step(stack, "worker-1", pid), 60, "worker-1 is in a step")
+        os.kill(pid, signal.SIGKILL)
+        seconds = wait_until(lambda: ready(workers(), "worker-1") not in ("", before), 90, "worker-1 takes work again")
         wait_until(lambda: is_healthy(stack.inspect("worker-1")), 60, "worker-1 is healthy again")
+        told = [len(w.registration.died_with) for w in workers() if w.registration.worker_id == "worker-1"]
     yield line("worker_back_seconds", seconds, "s", 30, at_most=True)
     yield line("worker_killed_answers", load.num_answered, "answers", 8)
     yield line("worker_killed_errors", len(load.errors), "errors", 0, at_most=True)
+    yield line("worker_died_with", sum(told), "requests", 1)
+
+
+def worker_hung(stack: Stack, gateway: Gateway) -> Figures:
+    """The thread of a worker's steps stands still for ever: its watchdog ends the process, which the restart policy starts again."""
+    with fleet(stack) as workers, Load(gateway, patience=60) as load:
+        before = ready(workers(), "worker-2")
+        wait_until(lambda: ready(workers(), "worker-2", busy=True) != "", 60, "worker-2 has work")
+        with frozen.busiest_thread(stack.inspect("worker-2")["State"]["Pid"]):
+            seconds = wait_until(lambda: ready(workers(), "worker-2") not in ("", before), 120, "worker-2 takes work again")
+        answered = load.num_answered
+        wait_until(lambda: load.num_answered >= answered + 8, 60, "answers after the hang")
+        restarts = stack.inspect("worker-2")["RestartCount"]
+    yield line("worker_hung_back_seconds", seconds, "s", 60, at_most=True)
+    yield line("worker_hung_restarts", restarts, "restarts", 1)
+    yield line("worker_hung_errors", len(load.errors), "errors", 0, at_most=True)
+
+
+def stopped_in_a_step(stack: Stack, worker: str, pid: int) -> bool:
+    """Whether the worker's process was in a step, by its flight record. Then it is stopped; else it goes on."""
+    volume = Path(stack.docker("volume", "inspect", f"{PROJECT}_workers", "--format", "{{.Mountpoint}}").strip())
+    os.kill(pid, signal.SIGSTOP)
+    length = int.from_bytes((volume / f"{worker}.flight").read_bytes()[:4], "little")
+    if length == 0:
+        os.kill(pid, signal.SIGCONT)
+    return length > 0
+
+
+@contextmanager
+def fleet(stack: Stack) -> Iterator[Callable[[], Sequence[admin_pb2.WorkerState]]]:
+    """What asks for the workers as operators see them."""
+    token = (Path(stack.environment["FOREBAY_SECRETS"]) / "token").read_text().strip()
+    metadata = (("authorization", f"Bearer {token}"),)
+    with grpc.insecure_channel(f"127.0.0.1:{stack.environment['FOREBAY_GRPC_PORT']}") as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        yield lambda: stub.GetFleet(admin_pb2.GetFleetRequest(), metadata=metadata, timeout=5).workers
+
+
+def ready(workers: Iterable[admin_pb2.WorkerState], worker_id: str, *, busy: bool = False) -> str:
+    """The incarnation of this worker, where it takes work; "" where not. `busy`: where it also runs something."""
+    found = (worker for worker in workers if worker.ready and worker.registration.worker_id == worker_id)
+    return next((worker.registration.incarnation for worker in found if worker.heartbeat.num_running or not busy), "")
 
 
 def gateway_recreated(stack: Stack, gateway: Gateway) -> Figures:

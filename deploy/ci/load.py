@@ -21,6 +21,8 @@ class Gateway:
     url: str
     token: str
     model: str
+    embedding: str = ""
+    """The model that embeds, where there is one."""
 
     def client(self) -> httpx.Client:
         """A client with connections of its own; never by a proxy."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli import api_keys, batch, orgs, policy
+from services.cli import api_keys, batch, orgs, policy, residents
 from services.cli.certs import certs
 from services.cli.demo import demo
 from services.cli.drain import drain, undrain
@@ -16,16 +16,16 @@ from services.cli.embed import embed
 from services.cli.explain import explain
 from services.cli.fleet import queue, workers
 from services.cli.problem import Problem, Usage
-from services.cli.ps import models, ps
+from services.cli.ps import ps
 from services.cli.run import run
 from services.cli.top import top
 from services.cli.up import up
 from services.cli.usage import audit, usage
 
 app = typer.Typer(name="forebay", pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
-for command in (up, run, embed, ps, models, queue, workers, drain, undrain, top, explain, usage, audit, certs, demo):
+for command in (up, run, embed, ps, queue, workers, drain, undrain, top, explain, usage, audit, certs, demo):
     app.command()(command)
-for group in (batch.app, api_keys.app, orgs.app, policy.app):
+for group in (batch.app, api_keys.app, orgs.app, policy.app, residents.app):
     app.add_typer(group)
 
 

@@ -127,6 +127,7 @@ class Mesh:
                 environment["FOREBAY_KV_MEMORY"] = plan.kv_memory
             if plan.device_memory is not None:
                 environment["FOREBAY_DEVICE_MEMORY"] = plan.device_memory
+                environment["FOREBAY_WEIGHTS_CACHE"] = os.environ.get("FOREBAY_WEIGHTS_CACHE", str(self._home.path / "weights"))
             starts.append(self._start("worker", environment, name=f"worker-{number}"))
         return starts
 

@@ -1,14 +1,16 @@
 """`forebay ps` and `forebay models`: the fleet and its models, as tables or JSON."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Annotated
 
+import grpc
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from forebay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, scheduler_pb2
-from services.cli import client
+from services.cli import client, places
 from services.cli.home import Home
 from services.cli.output import NOTHING, as_dict, class_word, print_json
 from services.cli.table import Column, print_table
@@ -33,6 +35,8 @@ def ps(as_json: Annotated[bool, typer.Option("--json", help="The fleet as one JS
         print_table(_worker_columns(list(fleet.workers)), screen)
     else:
         screen.print("no workers")
+    if turns := places.columns(fleet.workers):
+        print_table(turns, screen)
     notes = [f"{worker.registration.worker_id}: {worker.not_ready_reason}" for worker in fleet.workers if worker.not_ready_reason]
     notes += [
         f"queue {queue.model} {class_word(queue.latency_class)}: {queue.num_waiting} waiting, the oldest for {queue.oldest_seconds:.1f} s"
@@ -46,21 +50,23 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="The models as o
     """Lists what the mesh serves."""
     target = client.find()
     with client.friendly_errors(target):
-        listed = asyncio.run(_models(target))
+        listed, fleet = asyncio.run(_models(target))
+    where = places.by_model(fleet.workers)
     if as_json:
-        print_json(as_dict(listed))
+        print_json(as_dict(listed) | ({"places": where} if where else {}))
         return
     if listed.models:
-        print_table(_model_columns(list(listed.models)), Console())
+        print_table(_model_columns(list(listed.models), where), Console())
     else:
         print("no models")
 
 
-def _model_columns(listed: list[inference_pb2.Model]) -> list[Column]:
+def _model_columns(listed: list[inference_pb2.Model], where: Mapping[str, str]) -> list[Column]:
     columns = [
         Column("model", [escape(model.name) for model in listed]),
         Column("aliases", [escape(", ".join(model.aliases)) for model in listed]),
         Column("state", [_colored("green", "ready") if model.ready else _colored("yellow", "no worker") for model in listed]),
+        Column("where", [escape(where.get(f"{model.name}@{model.level}", "")) for model in listed], rank=1),
         Column("does", [", ".join(model.capabilities) for model in listed], rank=1),
         Column("weights", [model.level for model in listed], rank=1),
         Column("context", [str(model.max_model_len) for model in listed], rank=2),
@@ -80,6 +86,7 @@ def _worker_columns(workers: list[admin_pb2.WorkerState]) -> list[Column]:
         Column("state", states),
         Column("model", [escape(", ".join(model.model for model in worker.registration.models)) for worker in workers]),
         *(Column(title, [row[title] for row in rows], rank) for title, rank in ranks.items()),
+        *([Column("budget", budgets, rank=8)] if any(budgets := [places.budget(worker) for worker in workers]) else []),
     ]
 
 
@@ -126,7 +133,13 @@ async def _fleet(target: client.Target) -> admin_pb2.GetFleetResponse:
         return await stub.GetFleet(admin_pb2.GetFleetRequest(), metadata=target.metadata, timeout=_TIMEOUT_SECONDS)
 
 
-async def _models(target: client.Target) -> inference_pb2.ListModelsResponse:
+async def _models(target: client.Target) -> tuple[inference_pb2.ListModelsResponse, admin_pb2.GetFleetResponse]:
+    """And the fleet, of which nobody but an operator is told."""
     async with target.channel() as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        return await stub.ListModels(inference_pb2.ListModelsRequest(), metadata=target.metadata, timeout=_TIMEOUT_SECONDS)
+        listed = await stub.ListModels(inference_pb2.ListModelsRequest(), metadata=target.metadata, timeout=_TIMEOUT_SECONDS)
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        try:
+            return listed, await admin.GetFleet(admin_pb2.GetFleetRequest(), metadata=target.metadata, timeout=_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError:
+            return listed, admin_pb2.GetFleetResponse()

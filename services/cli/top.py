@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from forebay.v1 import admin_pb2, types_pb2
+from services.cli import places
 from services.cli.fleet import ask_fleet, queue_columns, worker_columns
 from services.cli.output import as_dict, class_word, print_json
 from services.cli.problem import Problem
@@ -55,6 +56,9 @@ def picture(fleet: admin_pb2.GetFleetResponse, width: int | None = None) -> str:
         print_table(worker_columns(list(fleet.workers)), console)
     else:
         console.print("no workers")
+    if turns := places.columns(fleet.workers):
+        console.print()
+        print_table(turns, console)
     running = running_by_class(fleet)
     console.print()
     if running:

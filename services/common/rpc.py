@@ -48,11 +48,10 @@ def channel(address: str, identity: Identity | None = None, role: str = "") -> g
     """
     backoff = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.min_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 300)]
     options: list[tuple[str, int | str]] = [*_CHANNEL_OPTIONS, *backoff]
-    interceptors = traced_rpc.client_interceptors()
     if identity is None:
-        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+        return traced_rpc.traced(grpc.aio.insecure_channel(address, options=options))
     options.append(("grpc.ssl_target_name_override", role_name(role)))
-    return grpc.aio.secure_channel(address, identity.channel_credentials(), options=options, interceptors=interceptors)
+    return traced_rpc.traced(grpc.aio.secure_channel(address, identity.channel_credentials(), options=options))
 
 
 def server(

@@ -1,4 +1,4 @@
-"""gRPC interceptors that carry traces from service to service: a client span for each call, a server span below it.
+"""Carries traces from service to service over gRPC: a client span for each call, a server span below it.
 
 OpenTelemetry's own see a cancelled or late aio stream as OK, and end none that is never read; these end with the call, whoever drops it.
 """
@@ -38,9 +38,14 @@ def server_interceptors(*, edge: bool) -> list[grpc.aio.ServerInterceptor]:
     return [_Server(edge=edge)] if tracing.is_on() else []
 
 
-def client_interceptors() -> list[grpc.aio.ClientInterceptor]:
-    """None while tracing is off. Calls of tasks without a span have none."""
-    return [_UnaryUnary(), _UnaryStream()] if tracing.is_on() else []
+def traced(channel: grpc.aio.Channel) -> grpc.aio.Channel:
+    """The channel; while tracing is on, its calls of tasks with a span have one below it.
+
+    Not by interceptors: gRPC runs a call with any in a task more, and hands each message through two generators.
+    """
+    for kind in ("unary_unary", "unary_stream") if tracing.is_on() else ():
+        setattr(channel, kind, partial(_traced, getattr(channel, kind)))
+    return channel
 
 
 class _Server(grpc.aio.ServerInterceptor):
@@ -85,31 +90,23 @@ def _serving(method: str, parent: Span, context: Any) -> Iterator[None]:
         span.end(code.name if code in _SERVER_FAULTS else "")
 
 
-class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
-    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        """The call, in a span."""
-        return await _called(continuation, client_call_details, request)
+def _traced(make: Callable[..., Callable[..., Any]], method: str, *arguments: Any, **options: Any) -> Callable[..., Any]:
+    """What a stub calls for this method."""
+    begin, attributes = make(method, *arguments, **options), _attributes(method)
 
+    def call(request: Any, *, metadata: Any = None, **options: Any) -> Any:
+        parent = tracing.current()
+        if not parent:
+            return begin(request, metadata=metadata, **options)
+        span = tracing.start(method[1:], parent, kind="client", attributes=attributes)
+        try:
+            begun = begin(request, metadata=grpc.aio.Metadata(*(metadata or ()), (_TRACEPARENT, span.traceparent)), **options)
+        except BaseException as error:
+            span.end(type(error).__name__)
+            raise
+        begun.add_done_callback(partial(_ended, span))
+        return begun
 
-class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
-    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        """The call, in a span."""
-        return await _called(continuation, client_call_details, request)
-
-
-async def _called(continuation: Any, details: Any, request: Any) -> Any:
-    parent = tracing.current()
-    if not parent:
-        return await continuation(details, request)
-    method = details.method.decode() if isinstance(details.method, bytes) else details.method
-    span = tracing.start(method[1:], parent, kind="client", attributes=_attributes(method))
-    metadata = grpc.aio.Metadata(*(details.metadata or ()), (_TRACEPARENT, span.traceparent))
-    try:
-        call = await continuation(details._replace(metadata=metadata), request)
-    except BaseException as error:
-        span.end(type(error).__name__)
-        raise
-    call.add_done_callback(partial(_ended, span))
     return call
 
 

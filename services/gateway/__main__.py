@@ -108,12 +108,13 @@ def build(settings: GatewaySettings, registry: CollectorRegistry) -> Gateway:
     models = Models.from_entries(settings.models)
     policy = PolicyFile(settings.policy_file)
     mesh = Mesh(settings.scheduler_addresses, identity=tls.mutual(settings, "gateway"), region=settings.region)
+    orgs = Orgs(mesh)
     return Gateway(
         authenticator=_authenticator(settings, ApiKeys(mesh)),
         catalogue=Catalogue(models, lambda: policy.policy.models),
         mesh=mesh,
-        orgs=Orgs(mesh),
-        fleet=FleetWatch(mesh, models),
+        orgs=orgs,
+        fleet=FleetWatch(mesh, models, orgs),
         metrics=GatewayMetrics(registry, OrgLabels(settings.metrics_orgs, lambda: policy.policy.orgs)),
         calls=OpenCalls(settings.max_open_calls),
         max_tokens_cap=settings.max_tokens_cap,

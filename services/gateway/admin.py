@@ -7,14 +7,11 @@ import grpc
 from google.protobuf.message import Message
 
 from forebay.v1 import admin_pb2, admin_pb2_grpc
-from services.common import log
-from services.common.errors import StatusError
 from services.gateway.gateway import Gateway
 from services.gateway.interceptor import caller
 from services.gateway.mesh import Scheduler
+from services.gateway.refusals import Refusals
 from services.gateway.usage import usage
-
-_log = log.get(__name__)
 
 _SECONDS = 5.0
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -26,15 +23,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._refusals = Refusals(gateway.mesh)
 
     async def GetFleet(self, _: admin_pb2.GetFleetRequest, __: Context) -> admin_pb2.GetFleetResponse:
         """See admin.proto."""
-        caller().require("operator")
+        self._refusals.require_operator(caller(), "GetFleet")
         return await self._gateway.fleet.see()
 
     async def Drain(self, request: admin_pb2.DrainRequest, _: Context) -> admin_pb2.DrainResponse:
         """See admin.proto."""
         return await self._pass_on(request, lambda scheduler: scheduler.admin.Drain)
+
+    async def SetModel(self, request: admin_pb2.SetModelRequest, _: Context) -> admin_pb2.SetModelResponse:
+        """See admin.proto."""
+        return await self._pass_on(request, lambda scheduler: scheduler.admin.SetModel)
 
     async def ListOrgs(self, request: admin_pb2.ListOrgsRequest, _: Context) -> admin_pb2.ListOrgsResponse:
         """See admin.proto."""
@@ -78,11 +80,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: Message, method: Callable[[Scheduler], Callable[..., grpc.aio.UnaryUnaryCall[Any, Answer]]], *, once: bool = False
     ) -> Answer:
         who = caller()
-        try:
-            who.require("operator")
-        except StatusError:
-            _log.warning("act_refused", act=request.DESCRIPTOR.name, actor=who.actor)
-            raise
+        self._refusals.require_operator(who, request.DESCRIPTOR.name.removesuffix("Request"))
         if "actor" in request.DESCRIPTOR.fields_by_name:
             request.actor = who.actor  # type: ignore[attr-defined]  # it has one
         return await self._gateway.mesh.ask(lambda scheduler: method(scheduler)(request, timeout=_SECONDS), once=once)

@@ -73,6 +73,13 @@ class Answers(Generic[Key, Value]):
             raise answer.with_traceback(None)
         return answer
 
+    def expire(self) -> None:
+        """Something has changed: what is kept is asked for again before it is given out, and given out as it is while nobody answers."""
+        now = self._clock()
+        for good in self._good.values():
+            good.due_at = min(good.due_at, now)
+        self._refused.clear()
+
     def _spend(self, now: float) -> None:
         most = self._keeping.new_per_second
         self._allowance = min(most, self._allowance + (now - self._allowed_at) * most)

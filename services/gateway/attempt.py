@@ -1,6 +1,7 @@
 """One attempt at running a request on a worker: how its next message is awaited, and what its failure means. Knows no message."""
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import grpc
@@ -24,16 +25,19 @@ class WorkerLost(Exception):
         self.reason = reason
 
 
-async def next_message(
-    call: "grpc.aio.UnaryStreamCall[Any, Any]", silence: float, lease: scheduler_pb2.Lease, deadline: Deadline, where: str
-) -> Any:
-    """The worker's next message, grpc.aio.EOF at the end of its stream. Raises its status, or WorkerLost after `silence` seconds.
+async def within(seconds: float, reading: Awaitable[Any]) -> Any:
+    """What it brings. TimeoutError where it takes longer."""
+    async with asyncio.timeout(seconds):
+        return await reading
+
+
+async def next_message(reading: Awaitable[Any], lease: scheduler_pb2.Lease, deadline: Deadline, where: str) -> Any:
+    """What `reading` brings: the worker's next message, grpc.aio.EOF at the end. Raises its status, or WorkerLost for a TimeoutError.
 
     `where`: what a client is told of a deadline that has passed.
     """
     try:
-        async with asyncio.timeout(silence):
-            return await call.read()
+        return await reading
     except TimeoutError:
         deadline.seconds_left(where)
         raise WorkerLost(f"worker {lease.worker_id} is silent", unreachable=True) from None

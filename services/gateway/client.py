@@ -3,14 +3,13 @@
 Owns failover without lost or doubled tokens, and the end of the lease. Knows tokens, not text.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
-
-import grpc
+from typing import Self
 
 from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
 from services.common import log, tracing
@@ -21,8 +20,9 @@ from services.gateway.course import Course
 from services.gateway.deaths import Deaths
 from services.gateway.mesh import Mesh
 from services.gateway.placing import Deadline, Placement
-from services.gateway.request import Generation
+from services.gateway.request import Generation, lowered
 from services.gateway.wire import cache_salt, engine_sampling
+from services.gateway.worker_stream import WorkerStream
 
 _log = log.get(__name__)
 
@@ -81,7 +81,7 @@ class MeshCall:
         self._cut = False  # whether the gateway ended a choice: then what the worker still computes is of no use
         self._num_prompt_logprobs = 0  # passed on
         self._num_prompt_logprobs_seen = 0  # from the present worker
-        self._open: grpc.aio.UnaryStreamCall[Any, Any] | None = None
+        self._open: WorkerStream | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -94,6 +94,11 @@ class MeshCall:
             end.explanation.CopyFrom(self._course.explanation(end, self._span.traceparent))
         for end in ends:
             tracing.inside(self._span, partial(self._mesh.finish, end))
+
+    @property
+    def request(self) -> Generation:
+        """As it runs: a lease may have lowered its class."""
+        return self._generation
 
     @property
     def finished(self) -> bool:
@@ -134,6 +139,7 @@ class MeshCall:
             self._course.asked()
             lease = await self._placement.lease(sum(len(choice.token_ids) for choice in self.choices), self._deaths.awaited)
             self._course.leased(lease)
+            self._generation = lowered(self._generation, lease)
             self._on_lease(lease)
             try:
                 async with aclosing(self._attempt(lease)) as events:
@@ -160,9 +166,10 @@ class MeshCall:
     # -- run
 
     async def _attempt(self, lease: scheduler_pb2.Lease) -> AsyncGenerator[MeshEvent]:
-        with self._mesh.worker(lease.address) as stub:
+        with self._mesh.worker(lease.address) as worker:
             seconds = self._deadline.seconds_left("before the first token")
-            self._open = tracing.inside(self._span, partial(stub.Generate, self._worker_request(lease), timeout=seconds))
+            run = partial(worker.generate, self._worker_request(lease), seconds, self._mesh.clock())
+            self._open = tracing.inside(self._span, run)
             try:
                 while (message := await self._next(lease)) is not None:
                     for event in self._news(message):
@@ -203,7 +210,7 @@ class MeshCall:
         """The worker's next message, None at the end of its stream."""
         assert self._open is not None
         try:
-            event = await next_message(self._open, self._mesh.limits.worker_silence, lease, self._deadline, _WHERE)
+            event = await next_message(self._open.read(self._mesh.limits.worker_silence), lease, self._deadline, _WHERE)
         except StatusError as error:
             raise judge(error, lease, self._deadline, _WHERE, running=self._running) from None
         return event if isinstance(event, worker_pb2.WorkerServiceGenerateResponse) else None
@@ -279,6 +286,8 @@ class MeshCall:
         return self._course.was_queued or late_or_shed
 
     def _finish_request(self, error: BaseException | None, epoch: int) -> scheduler_pb2.FinishRequest:
+        if isinstance(error, asyncio.CancelledError) and self._generation.siblings.failure is not None:
+            error = self._generation.siblings.failure
         code, reason = outcome(error, self.choices[0].finish_reason)
         return scheduler_pb2.FinishRequest(
             request_id=self._generation.request_id,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from forebay.v1 import explain_pb2, scheduler_pb2
-from services.gateway.request import Admitted
+from services.gateway.request import Admitted, lowered
 
 Phase = explain_pb2.Phase
 Seconds = dict[explain_pb2.Phase.ValueType, float]
@@ -60,6 +60,7 @@ class Course:
         """It has a worker."""
         attempt = self._attempts[-1]
         attempt.lease, attempt.leased_at = lease, self._clock()
+        self._request = lowered(self._request, lease)
 
     def accepted(self) -> None:
         """The worker has it."""

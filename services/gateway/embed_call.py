@@ -16,11 +16,12 @@ from forebay.v1 import scheduler_pb2, types_pb2, worker_pb2
 from services.common import log, tracing
 from services.common.errors import StatusError, unavailable
 from services.common.tracing import Span
-from services.gateway.attempt import WorkerLost, judge, next_message, outcome
+from services.gateway.attempt import WorkerLost, judge, next_message, outcome, within
 from services.gateway.course import Course
 from services.gateway.embed_request import Embedding
 from services.gateway.mesh import Mesh
 from services.gateway.placing import Deadline, Placement
+from services.gateway.request import lowered
 
 _log = log.get(__name__)
 
@@ -82,6 +83,11 @@ class EmbedCall:
             tracing.inside(self._span, partial(self._mesh.finish, end))
 
     @property
+    def request(self) -> Embedding:
+        """As it runs: a lease may have lowered its class."""
+        return self._embedding
+
+    @property
     def num_delivered(self) -> int:
         """Inputs whose vectors are here."""
         return len(self._embedding.inputs) - len(self._missing)
@@ -101,6 +107,7 @@ class EmbedCall:
             self._course.asked()
             lease = await self._placement.lease(0)
             self._course.leased(lease)
+            self._embedding = lowered(self._embedding, lease)
             self._on_lease(lease)
             try:
                 async with aclosing(self._attempt(lease)) as events:
@@ -124,9 +131,9 @@ class EmbedCall:
     async def _attempt(self, lease: scheduler_pb2.Lease) -> AsyncGenerator[EmbedEvent]:
         asked = list(self._missing)
         self._running = False
-        with self._mesh.worker(lease.address) as stub:
+        with self._mesh.worker(lease.address) as worker:
             seconds = self._deadline.seconds_left("before the first vector")
-            self._open = tracing.inside(self._span, partial(stub.Embed, self._worker_request(lease, asked), timeout=seconds))
+            self._open = tracing.inside(self._span, partial(worker.stub.Embed, self._worker_request(lease, asked), timeout=seconds))
             try:
                 while (message := await self._next(lease)) is not None:
                     match message.WhichOneof("event"):
@@ -155,8 +162,9 @@ class EmbedCall:
 
     async def _next(self, lease: scheduler_pb2.Lease) -> worker_pb2.WorkerServiceEmbedResponse | None:
         assert self._open is not None
+        reading = within(self._mesh.limits.worker_silence, self._open.read())
         try:
-            message = await next_message(self._open, self._mesh.limits.worker_silence, lease, self._deadline, _WHERE)
+            message = await next_message(reading, lease, self._deadline, _WHERE)
         except StatusError as error:
             raise judge(error, lease, self._deadline, _WHERE, running=self._running) from None
         return message if isinstance(message, worker_pb2.WorkerServiceEmbedResponse) else None

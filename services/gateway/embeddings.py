@@ -40,7 +40,7 @@ class Embeddings:
         try:
             async with call, aclosing(call.events()) as events:
                 async for event in events:
-                    yield event if isinstance(event, list) else _started(embedding, event.fingerprint)
+                    yield event if isinstance(event, list) else _started(call.request, event.fingerprint)
                 status = Code.OK
                 yield inference_pb2.Finished(usage=call.usage())
         except StatusError as error:

@@ -9,6 +9,7 @@ from services.common import log
 from services.common.errors import StatusError
 from services.gateway.mesh import Mesh
 from services.gateway.models import Models
+from services.gateway.orgs import Orgs
 
 _log = log.get(__name__)
 
@@ -18,9 +19,12 @@ STALE_SECONDS = 5.0
 class FleetWatch:
     """The gateway's view of the fleet, at most a few seconds old while a scheduler answers."""
 
-    def __init__(self, mesh: Mesh, models: Models, *, interval_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, mesh: Mesh, models: Models, orgs: Orgs, *, interval_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._mesh = mesh
         self._models = models
+        self._orgs = orgs
         self._interval = interval_seconds
         self._clock = clock
         self._seen_at: float | None = None
@@ -32,6 +36,7 @@ class FleetWatch:
         self._problem = ""
         self._seen_at = self._clock()
         self._models.update_fleet(fleet)
+        self._orgs.know(fleet.policies)
         return fleet
 
     async def look(self) -> None:

@@ -4,7 +4,7 @@ Turns the mesh's tokens into text, cuts at stop strings, names log-probabilities
 """
 
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 
 from forebay.v1 import inference_pb2, scheduler_pb2, types_pb2, worker_pb2
@@ -13,6 +13,7 @@ from services.common.errors import Code, StatusError
 from services.gateway.client import MeshCall
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics, Observation
+from services.gateway.placing import Deadline, reserve
 from services.gateway.request import Generation
 from services.gateway.spans import end_generation, generation_span
 from services.gateway.text.reply import CallPart, Reply
@@ -31,6 +32,11 @@ class Generations:
         self._mesh = mesh
         self._metrics = metrics
         self._face = face
+
+    async def reserve(self, generations: Sequence[Generation]) -> None:
+        """Takes the quota of all of one request's generations, or of none. Raises StatusError as their placing would."""
+        deadline = Deadline(min(generation.deadline_seconds for generation in generations), self._mesh.clock)
+        await reserve(self._mesh, generations, deadline)
 
     async def run(self, generation: Generation, on_lease: OnLease = lambda _: None) -> AsyncGenerator[Event]:
         """One Started, any number of Delta, one Finished; or a StatusError. Close it (aclosing) to cancel the work.
@@ -97,7 +103,7 @@ class _Run:
         yield inference_pb2.Finished(reasons=reasons, usage=self._call.usage())
 
     def _started(self, fingerprint: str) -> inference_pb2.Started:
-        generation = self._generation
+        generation = self._call.request
         return inference_pb2.Started(
             request_id=generation.request_id,
             model=generation.model.full_name,

@@ -3,7 +3,6 @@
 What a key stands for is kept by schedulers, as hashes and numbers; the answer isn't kept, it is made again.
 """
 
-import asyncio
 import hashlib
 import hmac
 import re
@@ -58,7 +57,8 @@ async def claimed(mesh: Mesh, caller: Caller, key: str, requests: Sequence[Reque
         model_version=first.model.version,
         deadline_seconds=first.deadline_seconds,
     )
-    claim = await _ask(mesh, own)
+    # Asked twice, it is two tries: the second counts.
+    claim = await mesh.ask_patiently(lambda scheduler: scheduler.stub.Claim(own, timeout=mesh.limits.scheduler_answer))
     if (claim.model, claim.model_version) != (own.model, own.model_version):
         words = f"this idempotency key's answer was made by {claim.model} with other weights: it can't be made again, use a new key"
         raise StatusError(Code.FAILED_PRECONDITION, words, reason="IDEMPOTENCY_MODEL_CHANGED")
@@ -66,19 +66,6 @@ async def claimed(mesh: Mesh, caller: Caller, key: str, requests: Sequence[Reque
     return [
         request.claimed(f"{stem}{number:02x}", claim.seed + number, claim.lost_epoch, created) for number, request in enumerate(requests)
     ]
-
-
-async def _ask(mesh: Mesh, own: scheduler_pb2.ClaimRequest) -> scheduler_pb2.ClaimResponse:
-    """Waits out a moment's trouble of Redis, as a placement does. Asked twice, it is two tries: the second counts."""
-    until = mesh.clock() + mesh.limits.place_patience
-    while True:
-        try:
-            return await mesh.ask(lambda scheduler: scheduler.stub.Claim(own, timeout=mesh.limits.scheduler_answer))
-        except StatusError as error:
-            pause = error.retry_after_seconds or 0.0
-            if error.code is not Code.UNAVAILABLE or mesh.clock() + pause > until:
-                raise
-        await asyncio.sleep(pause)
 
 
 def _digest(org: str, requests: Sequence[Generation] | Sequence[Embedding]) -> bytes:

@@ -76,7 +76,7 @@ class Edge(grpc.aio.ServerInterceptor):
                 error, status = _FAILED, Code.INTERNAL
             finally:  # before the answer goes out: who has it finds it counted
                 self._gateway.metrics.calls.labels("grpc", name.rpartition("/")[2], status.name).inc()
-            await _end(context, error)
+            return await _end(context, error)
 
         return call
 

@@ -11,15 +11,17 @@ from typing import Any, TypeVar
 
 import grpc
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, batch_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, worker_pb2_grpc
-from services.common import log, rpc
+from forebay.v1 import admin_pb2, admin_pb2_grpc, batch_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.common import log, rpc, tracing
 from services.common.errors import Code, StatusError, from_rpc, unavailable
 from services.common.tls import Identity
+from services.gateway.full_queues import FullQueues
+from services.gateway.worker_stream import PLAIN_SECONDS, Subscription, WorkerStream
 
 _log = log.get(__name__)
 
 Answer = TypeVar("Answer")
-_STORE_AWAY = "STORE_UNAVAILABLE"
+_STORE_AWAY, _NO_SCHEDULER = "STORE_UNAVAILABLE", "NO_SCHEDULER"
 _LAST_CALLS_SECONDS = 3600.0
 """How long calls may go on over a channel that has been replaced."""
 
@@ -79,10 +81,38 @@ class RetryBudget:
 
 
 @dataclass
-class _Worker:
+class Worker:
+    """One worker's stub, and the subscription by which its requests' news come."""
+
     channel: grpc.aio.Channel
     stub: "worker_pb2_grpc.WorkerServiceAsyncStub"
     num_calls: int = 0
+    subscription: Subscription | None = None
+    plain_until: float = 0.0  # it doesn't know subscriptions
+
+    def generate(self, request: worker_pb2.WorkerServiceGenerateRequest, timeout: float, now: float) -> WorkerStream:
+        """Runs a request there."""
+        subscription = self._subscribed(now)
+        if subscription is None:
+            return WorkerStream(self.stub.Generate(request, timeout=timeout))
+        request.delivery.CopyFrom(subscription.delivery())
+        number = request.delivery.stream
+        stream = WorkerStream(self.stub.Generate(request, timeout=timeout), lambda: subscription.detach(number))
+        subscription.attach(number, stream)
+        return stream
+
+    def _subscribed(self, now: float) -> Subscription | None:
+        if self.subscription is not None and not self.subscription.is_open:
+            self.plain_until = now + PLAIN_SECONDS if self.subscription.unknown else 0.0
+            self.subscription = None
+        if self.subscription is None and now >= self.plain_until:
+            self.subscription = tracing.inside(tracing.OFF, lambda: Subscription(self.stub))
+        return self.subscription
+
+    def retire(self) -> None:
+        """No request comes any more."""
+        if self.subscription is not None:
+            self.subscription.retire()
 
 
 @dataclass
@@ -114,12 +144,13 @@ class Mesh:
         self.limits = limits or MeshLimits()
         self.clock = clock
         self.budget = RetryBudget(self.limits.retry_capacity, self.limits.retry_ratio, self.limits.retry_per_second, clock)
+        self.full_queues = FullQueues(clock)
         self.region = region
         self._identity = identity
         self._version = identity.version if identity else 0  # of the identity, that the channels go by
         self._schedulers = [self._connect(address) for address in schedulers]
         self._turn = random.randrange(len(schedulers))  # noqa: S311  # spreads gateways, guards nothing
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, Worker] = {}
         self._excluded_until: dict[str, float] = {}
         self._finishing: set[asyncio.Task[None]] = set()
         self._ending: set[Any] = set()
@@ -147,7 +178,7 @@ class Mesh:
 
     async def ask(self, question: Callable[[Scheduler], Awaitable[Answer]], *, once: bool = False) -> Answer:
         """What the first scheduler says that can. Raises its refusal; UNAVAILABLE where none answers. `once`: one is asked at most."""
-        refusal = unavailable("no scheduler answers: try again", reason="NO_SCHEDULER")
+        refusal = unavailable("no scheduler answers: try again", reason=_NO_SCHEDULER)
         for scheduler in self.in_turn()[: 1 if once else None]:
             try:
                 return await question(scheduler)
@@ -164,21 +195,38 @@ class Mesh:
             self.failed(scheduler, error.message)
         raise refusal
 
+    async def ask_patiently(self, question: Callable[[Scheduler], Awaitable[Answer]]) -> Answer:
+        """As `ask`, but a moment's trouble is waited out, as a placement does. What is asked twice may have been heard twice."""
+        until = self.clock() + self.limits.place_patience
+        for attempt in itertools.count():
+            try:
+                return await self.ask(question)
+            except StatusError as error:
+                pause = self.pause(error, attempt)
+                if error.code is not Code.UNAVAILABLE or self.clock() + pause > until:
+                    raise
+            await asyncio.sleep(pause)
+        raise AssertionError("it counts for ever")
+
+    def pause(self, refusal: StatusError, attempt: int) -> float:
+        """Seconds until it is asked again: as it says. Where no scheduler said anything, one may be back any moment (rpc.channel)."""
+        return self.backoff(attempt) if refusal.reason == _NO_SCHEDULER else refusal.retry_after_seconds or 0.0
+
     def backoff(self, attempt: int, most: float = 1.0) -> float:
         """Seconds to pause before another try, with jitter."""
         return float(min(most, self.limits.backoff * 2**attempt) * random.uniform(0.5, 1))  # noqa: S311  # guards nothing
 
     @contextmanager
-    def worker(self, address: str) -> Iterator["worker_pb2_grpc.WorkerServiceAsyncStub"]:
-        """A worker's stub, its channel kept while in use and as long as the fleet lists it."""
+    def worker(self, address: str) -> Iterator[Worker]:
+        """A worker, its channel kept while in use and as long as the fleet lists it."""
         worker = self._workers.get(address)
         if worker is None:
             channel = rpc.channel(address, self._identity, "worker")
             stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
-            worker = self._workers[address] = _Worker(channel, stub)
+            worker = self._workers[address] = Worker(channel, stub)
         worker.num_calls += 1
         try:
-            yield worker.stub
+            yield worker
         finally:
             worker.num_calls -= 1
 
@@ -218,6 +266,8 @@ class Mesh:
             return
         self._version = self._identity.version
         old = [worker.channel for worker in self._workers.values()] + [scheduler.channel for scheduler in self._schedulers]
+        for worker in self._workers.values():
+            worker.retire()
         self._workers.clear()
         for scheduler in self._schedulers:  # in place: calls that ask one after the other hold on to it
             fresh = self._connect(scheduler.address)
@@ -231,6 +281,7 @@ class Mesh:
         gone = [address for address, worker in self._workers.items() if address not in known and worker.num_calls == 0]
         # All are out of sight before the first is awaited: meanwhile another look may come by, or a call take up an address again.
         for worker in [self._workers.pop(address) for address in gone]:
+            worker.retire()
             await worker.channel.close()
 
     @property
@@ -274,6 +325,7 @@ class Mesh:
         for task in self._closing:
             task.cancel()
         for worker in self._workers.values():
+            worker.retire()
             await worker.channel.close()
         for scheduler in self._schedulers:
             await scheduler.channel.close()

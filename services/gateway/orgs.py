@@ -13,11 +13,18 @@ class Orgs:
 
     def __init__(self, mesh: Mesh, keeping: Keeping = _KEEPING) -> None:
         self._mesh = mesh
+        self._digest = ""
         self._policies = Answers(self._ask, keeping, mesh.clock)
 
     async def policy(self, org: str) -> types_pb2.OrgPolicy:
         """The org's policy, the last good one while no scheduler answers. Raises UNAVAILABLE where there is none."""
         return await self._policies.get(org)
+
+    def know(self, digest: str) -> None:
+        """What a scheduler says that all policies come to: another one than before makes those that are kept old."""
+        if digest != self._digest:
+            self._digest = digest
+            self._policies.expire()
 
     async def _ask(self, org: str) -> types_pb2.OrgPolicy:
         request = scheduler_pb2.GetOrgRequest(org=org)

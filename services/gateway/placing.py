@@ -5,6 +5,7 @@ Knows no worker's stream and no token.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from services.gateway.mesh import Mesh, Scheduler
 from services.gateway.prefix import HASH_TOKENS, block_hashes
 from services.gateway.request import Admitted
 from services.gateway.wire import cache_salt
+
+_SHED = ("QUEUE_FULL", "SHED")  # who is told so is to come back later, and is told at once
 
 
 class Deadline:
@@ -88,29 +91,21 @@ class Placement:
                 self._asking = True  # and so it stays if this call is cancelled
                 lease = await self._ask(excluded, num_delivered_tokens, awaited)
                 self._epoch, self._had_lease, self._asking = lease.epoch, True, False
+                self._ticket.latency_class = lease.latency_class or self._ticket.latency_class
                 return lease
             except StatusError as error:
                 self._asking = False
-                if error.code is not Code.UNAVAILABLE:
-                    raise self._seen_by_the_client(error) from None
+                if error.code is not Code.UNAVAILABLE or error.reason in _SHED:
+                    raise _seen_by_the_client(error, self._model.name) from None
                 if not self._had_lease and excluded:
                     excluded = []  # better a doubtful worker than none
                     continue
-                pause = self._mesh.backoff(attempt) if self._had_lease else error.retry_after_seconds or 0.0
+                pause = self._mesh.backoff(attempt) if self._had_lease else self._mesh.pause(error, attempt)
                 if self._mesh.clock() + pause > patience:
                     raise
             await self._deadline.pause(pause)
             excluded = self._mesh.excluded() if self._had_lease else []
             attempt += 1
-
-    def _seen_by_the_client(self, error: StatusError) -> StatusError:
-        """A refusal. Where the org's policy has changed since admission, it is what admission will say in a few seconds."""
-        match error.reason:
-            case "MODEL_NOT_ALLOWED":
-                return StatusError(Code.NOT_FOUND, f"there is no model {self._model.name}", reason="MODEL_NOT_FOUND")
-            case "CLASS_NOT_ALLOWED":
-                return unavailable("the classes of this org have just changed: try again", 2.0, reason="POLICY_CHANGED")
-        return error
 
     async def _ask(
         self, excluded: list[str], num_delivered_tokens: int, awaited: Sequence[scheduler_pb2.DeadWorker]
@@ -128,16 +123,25 @@ class Placement:
     async def _ask_one(self, scheduler: Scheduler, request: scheduler_pb2.PlaceRequest) -> scheduler_pb2.Lease:
         # The ticket's bytes stay the same over calls; what is left of the deadline is the call's own.
         seconds = self._deadline.seconds_left("in the queue")
-        call = tracing.inside(self._span, partial(scheduler.stub.Place, request, timeout=seconds))
-        try:
-            lease = await self._placed(call)
-        except BaseException:
-            call.cancel()
-            raise
+        with self._asking_for_a_place() as queued:
+            call = tracing.inside(self._span, partial(scheduler.stub.Place, request, timeout=seconds))
+            try:
+                lease = await self._placed(call, queued)
+            except BaseException:
+                call.cancel()
+                raise
         self._mesh.let_end(call)
         return lease
 
-    async def _placed(self, call: "grpc.aio.UnaryStreamCall[Any, scheduler_pb2.PlaceResponse]") -> scheduler_pb2.Lease:
+    def _asking_for_a_place(self) -> AbstractContextManager[Callable[[], None]]:
+        """What runs already keeps its place, however full the queue is."""
+        return (
+            nullcontext(lambda: None) if self._had_lease else self._mesh.full_queues.asking(self._ticket.model, self._ticket.latency_class)
+        )
+
+    async def _placed(
+        self, call: "grpc.aio.UnaryStreamCall[Any, scheduler_pb2.PlaceResponse]", queued: Callable[[], None]
+    ) -> scheduler_pb2.Lease:
         silence: float | None = self._mesh.limits.scheduler_answer
         try:
             while True:
@@ -145,6 +149,7 @@ class Placement:
                     event = await call.read()
                 if not isinstance(event, scheduler_pb2.PlaceResponse):
                     raise StatusError(Code.UNAVAILABLE, "it ended the placement without a word")
+                queued()
                 if event.HasField("placed"):
                     return event.placed
                 self._on_queued(event.queued.position)
@@ -154,6 +159,31 @@ class Placement:
         except grpc.aio.AioRpcError as failure:
             error = from_rpc(failure)
             raise (self._deadline.error("in the queue") if error.code is Code.DEADLINE_EXCEEDED else error) from None
+
+
+async def reserve(mesh: Mesh, requests: Sequence[Admitted], deadline: Deadline) -> None:
+    """Takes the quota of all these requests of one org, or of none: before each is placed. Raises StatusError, as placing them would."""
+    model = requests[0].model
+    if not model.level:
+        return  # which placing says
+    mesh.full_queues.check(model.full_name, requests[0].latency_class)
+    asked = scheduler_pb2.ReserveRequest(tickets=[_ticket(request, tracing.OFF, mesh.region) for request in requests])
+
+    async def question(scheduler: Scheduler) -> None:
+        seconds = min(mesh.limits.scheduler_answer, deadline.seconds_left("in the queue"))
+        await scheduler.stub.Reserve(asked, timeout=seconds)
+
+    try:
+        await mesh.ask_patiently(question)
+    except StatusError as error:
+        raise _seen_by_the_client(error, model.name) from None
+
+
+def _seen_by_the_client(error: StatusError, model: str) -> StatusError:
+    """A refusal. Where the org's policy has changed since admission, it is what admission will say in a moment."""
+    if error.reason == "MODEL_NOT_ALLOWED":
+        return StatusError(Code.NOT_FOUND, f"there is no model {model}", reason="MODEL_NOT_FOUND")
+    return error
 
 
 def _ticket(request: Admitted, span: Span, region: str) -> scheduler_pb2.Ticket:

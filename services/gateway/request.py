@@ -7,11 +7,11 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 
-from forebay.v1 import types_pb2
+from forebay.v1 import scheduler_pb2, types_pb2
 from services.common.errors import Code, StatusError, invalid, unavailable
 from services.gateway.aside import aside
 from services.gateway.auth import Caller
@@ -84,6 +84,24 @@ class Admitted(Protocol):
         """What its first placement names as lost; 0 unless it has an idempotency key."""
 
 
+Some = TypeVar("Some", bound=Admitted)
+
+
+def lowered(request: Some, lease: scheduler_pb2.Lease) -> Some:
+    """The request in the class that its lease has: the org's ceiling may have come down since admission."""
+    if lease.latency_class in (UNSPECIFIED, request.latency_class):
+        return request
+    before = request.lowered_from or request.latency_class
+    return replace(request, latency_class=lease.latency_class, lowered_from=before)  # type: ignore[type-var]  # both are dataclasses
+
+
+class Siblings:
+    """The prompts of one request: they end together. `failure`: of the first that failed, which is the others' end, too."""
+
+    def __init__(self) -> None:
+        self.failure: StatusError | None = None
+
+
 @dataclass(frozen=True)
 class Generation:
     """One prompt to continue, admitted: nothing in it will be refused but for want of room."""
@@ -102,6 +120,7 @@ class Generation:
     reply: ReplyForm = PLAIN  # what is taken out of the text
     received_at: float = 0.0  # by the process's monotonic clock: when the gateway saw it first; 0: nobody looked
     operation: Literal["chat", "text_completion"] = "text_completion"
+    siblings: Siblings = field(default_factory=Siblings, compare=False)
     seed_is_drawn: bool = False
     lost_epoch: int = 0  # what its first placement names as lost: see scheduler.proto's Claim
     created: float = field(default_factory=time.time)  # seconds since 1970: when its first try came
@@ -148,6 +167,7 @@ class Envelope:
     max_tokens_cap: int = 32_768
     received_at: float = 0.0
     names: Mapping[str, str] = field(default_factory=dict)
+    check_queue: Callable[[str, int], None] = lambda _model, _class: None  # refuses at once what a queue has no place for
 
     def name(self, ours: str) -> str:
         """What the client calls a field."""
@@ -235,6 +255,7 @@ class _Head:
     granted: Granted
     deadline_seconds: float
     label: str
+    siblings: Siblings = field(default_factory=Siblings)
 
     def generation(self, prompt: Prompt, token_ids: list[int], name: str) -> Generation:
         """`prompt` as it came, `name` as the client calls it."""
@@ -256,6 +277,7 @@ class _Head:
             sampling=sampling,
             echo=envelope.echo,
             label=self.label,
+            siblings=self.siblings,
             deadline_seconds=self.deadline_seconds,
             received_at=envelope.received_at,
             seed_is_drawn=seed_is_drawn,
@@ -290,6 +312,7 @@ def admit_terms(envelope: Envelope, *, with_tools: bool = False) -> Terms:
     deadline = _deadline(envelope.deadline_seconds, envelope.deadlines[granted.latency_class])
     if not envelope.model.version:
         raise unavailable(f"no worker has loaded {envelope.model.name} yet: try again", reason="NO_WORKER")
+    envelope.check_queue(envelope.model.full_name, granted.latency_class)
     return Terms(granted, deadline, label)
 
 

@@ -134,6 +134,7 @@ class InferenceService(BatchMethods):
             echo=echo,
             max_tokens_cap=self._gateway.max_tokens_cap,
             received_at=received_at(),
+            check_queue=self._gateway.mesh.full_queues.check,
         )
 
     async def _stream(self, events: AsyncGenerator[Event], context: Context, response: type[Response]) -> None:

@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 
 import grpc
 
-from forebay.v1 import admin_pb2, admin_pb2_grpc, explain_pb2, types_pb2
+from forebay.v1 import admin_pb2, admin_pb2_grpc, explain_pb2, scheduler_pb2, types_pb2
 from services.common import errors
 from services.common.errors import StatusError, invalid
 from services.policy.org import ANY_ORG
 from services.scheduler import keys
 from services.scheduler.api_keys import KeyInfo
 from services.scheduler.audit import Act
+from services.scheduler.model_acts import Outcome
 from services.scheduler.orgs import MAX_OVERRIDDEN
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.usage import MAX_DAYS, MAX_ROWS, read_token, write_token
@@ -21,6 +22,13 @@ from services.scheduler.wire import MAX_ID_LENGTH, check_id, check_new_org, key_
 
 MAX_LISTED_ACTS = 1000
 _LISTED_ACTS = 100
+
+_MODEL_ACTS: dict[int, str] = {
+    scheduler_pb2.MODEL_ACT_KIND_LOAD: "LoadModel",
+    scheduler_pb2.MODEL_ACT_KIND_UNLOAD: "UnloadModel",
+    scheduler_pb2.MODEL_ACT_KIND_PIN: "PinModel",
+    scheduler_pb2.MODEL_ACT_KIND_UNPIN: "UnpinModel",
+}
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Answer = TypeVar("Answer")
@@ -41,7 +49,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             for (model, latency_class), (num, oldest) in sorted(self._scheduler.keeper.lines().items())
         ]
         workers = self._scheduler.registry.states(time.monotonic())
-        return admin_pb2.GetFleetResponse(workers=workers, queues=queues, scheduler_id=self._scheduler.options.scheduler_id)
+        return admin_pb2.GetFleetResponse(
+            workers=workers,
+            queues=queues,
+            scheduler_id=self._scheduler.options.scheduler_id,
+            policies=self._scheduler.orgs.digest,
+        )
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         """See admin.proto."""
@@ -53,6 +66,23 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         check_id("name", act.target)
         scheduler = self._scheduler
         return await scheduler.drains.set(scheduler.audit, act, drained=drained, registry=scheduler.registry, now=time.monotonic())
+
+    async def SetModel(self, request: admin_pb2.SetModelRequest, context: Context) -> admin_pb2.SetModelResponse:
+        """See admin.proto."""
+        details = json.dumps({"worker": request.worker[:MAX_ID_LENGTH]}) if request.worker else ""
+        act = Act(request.actor, _MODEL_ACTS.get(request.act, "SetModel"), request.model, details)
+        outcomes = await self._answer(act, self._set_model(act, request), context)
+        return admin_pb2.SetModelResponse(
+            outcomes=[admin_pb2.WorkerOutcome(worker_id=o.worker_id, refused=o.refused, words=o.words) for o in outcomes]
+        )
+
+    async def _set_model(self, act: Act, request: admin_pb2.SetModelRequest) -> list[Outcome]:
+        check_id("model", request.model)
+        if request.worker:
+            check_id("worker", request.worker)
+        if request.act not in _MODEL_ACTS:
+            raise invalid("act", f"act is {request.act}; it must be LOAD, UNLOAD, PIN or UNPIN")
+        return await self._scheduler.model_acts.set(self._scheduler.audit, act, request.act, request.worker, time.monotonic())
 
     async def ListOrgs(self, request: admin_pb2.ListOrgsRequest, context: Context) -> admin_pb2.ListOrgsResponse:  # noqa: ARG002
         """See admin.proto."""

@@ -34,7 +34,7 @@ class Drains:
             raise StatusError(Code.NOT_FOUND, f"there is no worker and no node {name}: `forebay ps` lists them")
         if not drained and name not in self._names:
             await self.refresh()
-            if name not in self._names:
+            if name not in self._names and not await audit.repeats(act):
                 raise StatusError(Code.NOT_FOUND, f"{name} isn't drained by that name")
         await audit.change(act, keys.DRAINED, name, act.actor if drained else "", most=MAX_DRAINED)
         await self.refresh()

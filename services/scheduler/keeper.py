@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from services.common import log
 from services.common.errors import Code, StatusError, unavailable
+from services.policy.org import OrgPolicy
 from services.scheduler import keys
 from services.scheduler.ledger import Ended, Expired, Finished, Full, Lease, Ledger, News, Quarantined, Superseded, Survey
 from services.scheduler.metrics import Metrics, class_label
@@ -16,7 +17,7 @@ from services.scheduler.policy.fleet import Worker, impossible
 from services.scheduler.policy.order import Ticket, positions
 from services.scheduler.policy.pace import Pace, retry_seconds
 from services.scheduler.policy.rules import Rules
-from services.scheduler.quota import Over, refusal
+from services.scheduler.quota import Over, QuotaState, refusal
 from services.scheduler.registry import Registry
 from services.scheduler.uptime import Uptime
 from services.scheduler.waiting import Position, Waiter, Waiting, deadline_passed, superseded
@@ -97,9 +98,7 @@ class Keeper:
                 waiter.quota = answer.quota
                 waiter.settle(answer)
             case Over():
-                for kind in answer.kinds:
-                    self._metrics.quota_refused.labels(kind).inc()
-                waiter.settle(refusal(waiter.ticket, org, answer))
+                waiter.settle(self._over([waiter.ticket], org, answer))
             case Full():
                 self._refuse(waiter, answer.num_waiting, shed=answer.shed)
             case Superseded():
@@ -114,6 +113,19 @@ class Keeper:
             case _:
                 waiter.quota = answer.quota
                 waiter.queued(answer.order, time.monotonic() + answer.left_seconds)
+
+    async def reserve(self, tickets: Sequence[Ticket]) -> QuotaState:
+        """Takes the quota of all these tickets of one org; RESOURCE_EXHAUSTED where not all fit, and none has taken anything."""
+        org = self._orgs.get(tickets[0].org)
+        answer = await self._ledger.reserve(tickets, org)
+        if isinstance(answer, Over):
+            raise self._over(tickets, org, answer)
+        return answer
+
+    def _over(self, tickets: Sequence[Ticket], org: OrgPolicy, over: Over) -> StatusError:
+        for kind in over.kinds:
+            self._metrics.quota_refused.labels(kind).inc()
+        return refusal(tickets, org, over)
 
     def left(self, line: str) -> None:
         """A ticket has left its line, here or elsewhere."""

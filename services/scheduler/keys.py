@@ -25,8 +25,12 @@ explained              list     [request id, bytes, when] (JSON) of those that a
 explained_bytes        string   their bytes
 orgs                   hash     org -> what operators have set over the policy file (JSON)
 drained                hash     worker or node that an operator has taken out of service -> who did
+pins                   hash     [worker, node or '' for all, model] (JSON) that an operator has pinned -> who did
+placer                 string   the scheduler that brings models to devices ahead of requests; expires when it doesn't come back
+affinity               hash     [model, worker] (JSON) -> whether it is on the device there, and when it was asked for (JSON)
 api_keys               hash     SHA-256 of an API key, in hex -> whose it is (JSON)
 audit                  list     the latest acts of operators (JSON), newest first
+denied                 list     the latest acts that others tried (JSON), newest first
 file:<id>              hash     a file: whose, name, purpose, state, bytes, lines, times, and how many open jobs read it
 parts:<file>           hash     number -> a part of an uploaded file: whole lines, about 64 KiB
 starts:<file>          zset     numbers of the parts by the number of their first line
@@ -83,8 +87,12 @@ _PARTS = {
     "explained_bytes": "explained_bytes",
     "orgs": "orgs",
     "drained": "drained",
+    "pins": "pins",
+    "placer": "placer",
+    "affinity": "affinity",
     "api_keys": "api_keys",
     "audit": "audit",
+    "denied": "denied",
     "file": "file:",
     "parts": "parts:",
     "starts": "starts:",
@@ -122,11 +130,15 @@ EXPLAINED = PREFIX + _PARTS["explained"]
 EXPLAINED_BYTES = PREFIX + _PARTS["explained_bytes"]
 ORGS = PREFIX + _PARTS["orgs"]
 DRAINED = PREFIX + _PARTS["drained"]
+PINS = PREFIX + _PARTS["pins"]
+PLACER = PREFIX + _PARTS["placer"]
+AFFINITY = PREFIX + _PARTS["affinity"]
 API_KEYS = PREFIX + _PARTS["api_keys"]
 STORED = PREFIX + _PARTS["stored"]
 EXPIRING = PREFIX + _PARTS["expiring"]
 READY = PREFIX + _PARTS["ready"]
 AUDIT = PREFIX + _PARTS["audit"]
+DENIED = PREFIX + _PARTS["denied"]
 
 EPOCHS_PER_TRY = 1 << 16
 """Epochs of the n-th try under an idempotency key are above n times so many, so that every epoch of an older try is lower."""

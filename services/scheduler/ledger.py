@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.policy.classes import BATCH, REALTIME
@@ -13,7 +13,8 @@ from services.scheduler.policy.fleet import Worker, share_blocks
 from services.scheduler.policy.order import Fifo, Ticket, expected_output
 from services.scheduler.policy.pick import Placement
 from services.scheduler.policy.rules import Rules
-from services.scheduler.quota import UNKNOWN, Over, QuotaState, as_argument
+from services.scheduler.quota import UNKNOWN, Over, QuotaState, as_argument, tokens_to_reserve
+from services.scheduler.spec import read_spec, write_spec
 from services.scheduler.store import Call, Store
 
 
@@ -165,9 +166,9 @@ class Ledger:
         """Queues a ticket and reserves its org's quota, or says where it stands. `ticket.order` is 0 unless it is known from before."""
         line = keys.line_name(ticket.model, ticket.latency_class)
         queue = keys.queue_name(ticket.model, ticket.latency_class, ticket.org)
-        args: list[str | int] = [ticket.request_id, _write_spec(ticket), queue, line, ticket.latency_class]
+        args: list[str | int] = [ticket.request_id, write_spec(ticket), queue, line, ticket.latency_class]
         args += [round(deadline_seconds * 1000), holder, json.dumps(sorted(ticket.excluded_workers)), lost_epoch]
-        args += [ticket.num_delivered_tokens, ticket.order, self._max_queued, self._id, as_argument(ticket, org)]
+        args += [ticket.num_delivered_tokens, ticket.order, self._max_queued, self._id, as_argument(org, [ticket])]
         args += [json.dumps(ticket.awaited)]
         args += [keys.line_name(ticket.model, latency_class) for latency_class in range(BATCH, REALTIME - 1, -1)]
         kind, *rest = await self._store.run(Call("enqueue", [keys.ticket(ticket.request_id)], args))
@@ -188,6 +189,15 @@ class Ledger:
                 return Superseded()
         return Finished()
 
+    async def reserve(self, tickets: Sequence[Ticket], org: OrgPolicy) -> QuotaState | Over:
+        """Takes the quota of all these tickets of one org, or of none. Each is to be queued before a ticket without a stream is dropped."""
+        args: list[str | int] = [org.org, as_argument(org, tickets)]
+        for ticket in tickets:
+            queue = keys.queue_name(ticket.model, ticket.latency_class, ticket.org)
+            args += [ticket.request_id, queue, tokens_to_reserve(ticket)]
+        kind, state, *rest = await self._store.run(Call("reserve", (), args))
+        return QuotaState.parse(state) if kind == "reserved" else Over(tuple(rest[0]), rest[1] / 1000, QuotaState.parse(state))
+
     async def view(self, workers: Sequence[Worker], max_heads: int, *, preemptible: bool) -> View:
         """The workers that may be used, with their room in use, and the first tickets of every queue of a class that has room at all."""
         args = [max_heads, int(preemptible), *(w.max_slots for w in workers)]
@@ -197,7 +207,7 @@ class Ledger:
             for w, row in zip(workers, rows, strict=True)
             if row[0] == w.incarnation and row[1]
         ]
-        fifos = [Fifo([_read_spec(*head) for head in heads], float(served), bool(cut)) for served, cut, *heads in json.loads(queues)]
+        fifos = [Fifo([read_spec(*head) for head in heads], float(served), bool(cut)) for served, cut, *heads in json.loads(queues)]
         return View(usable, fifos, {model: [0.0, *map(float, tokens)] for model, *tokens in json.loads(recent)})
 
     async def commit(self, placements: Sequence[Placement], rules: Rules) -> list[Lease | str]:
@@ -295,26 +305,3 @@ class Ledger:
 
 def _whole(key: str) -> list[str | int | float]:
     return ["ZRANGE", key, 0, -1, "WITHSCORES"]
-
-
-_TICKET_FIELDS = frozenset(known.name for known in fields(Ticket))
-
-
-def _write_spec(ticket: Ticket) -> str:
-    spec = asdict(ticket)
-    for told_apart in ("request_id", "order", "num_delivered_tokens", "excluded_workers", "awaited", "asked_seconds", "waited_seconds"):
-        del spec[told_apart]
-    return json.dumps(spec)
-
-
-def _read_spec(request_id: str, spec: str, order: str, excluded: str, delivered: int, asked_ms: int, waited_ms: int) -> Ticket:
-    """A scheduler of a later version may say more of a ticket: what isn't known is left out."""
-    return Ticket(
-        request_id=request_id,
-        order=int(order),
-        excluded_workers=frozenset(json.loads(excluded)) if excluded != "[]" else frozenset(),
-        num_delivered_tokens=delivered,
-        asked_seconds=asked_ms / 1000,
-        waited_seconds=waited_ms / 1000,
-        **{name: value for name, value in json.loads(spec).items() if name in _TICKET_FIELDS},
-    )

@@ -41,6 +41,12 @@ class Metrics:
             registry=self.registry,
         )
         self.quarantined = Counter("forebay_quarantined", "Requests that workers died of, as told here.", line, registry=self.registry)
+        self.prefetches = Counter(
+            "forebay_prefetches",
+            "Models that this scheduler had brought to a device ahead of requests.",
+            ("model",),
+            registry=self.registry,
+        )
         for kind in _QUOTA_KINDS:
             self.quota_refused.labels(kind)
         for reason in DECISIONS:
@@ -81,6 +87,13 @@ class Metrics:
                 lambda: [((model, "queue"), num) for model, num in state.waiting().items()],
                 ("model_name", "engine"),
             ),
+            Figure(
+                "forebay_sharing_load",
+                "Tokens placed per second over what a worker's models manage beside each other, summed: sharing is efficient below 1. "
+                "Told by the scheduler that brings models ahead.",
+                lambda: [((worker,), load) for worker, load in state.sharing_loads().items()],
+                ("worker",),
+            ),
             gauge("forebay_leases", "Live leases, in the whole mesh.", state.num_leases),
             gauge("forebay_place_streams", "Place streams waiting at this scheduler.", state.num_streams),
             gauge("forebay_batches_open", "Jobs that are not over, in the whole mesh.", state.open_batches),
@@ -103,6 +116,7 @@ class State:
     """Model -> streams that wait here."""
     workers_ready: Callable[[], Mapping[str, int]]
     heartbeat_ages: Callable[[], Mapping[str, float]]
+    sharing_loads: Callable[[], Mapping[str, float]]
     num_leases: Callable[[], int]
     num_streams: Callable[[], int]
     redis_away: Callable[[], bool]

@@ -3,6 +3,8 @@
 import json
 from collections import abc
 from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 from forebay.v1 import types_pb2
@@ -36,6 +38,7 @@ class Orgs:
         self._overrides: dict[str, dict[str, Any]] = {}
         self._known: dict[str, OrgPolicy] = {}
         self._known_by: Policy | None = None
+        self._digest: tuple[Policy | None, str] = (None, "")
 
     @property
     def policy(self) -> Policy:
@@ -61,6 +64,14 @@ class Orgs:
         """Orgs that an operator has set something of, by name."""
         return sorted(self._overrides)
 
+    @property
+    def digest(self) -> str:
+        """Of all that policies depend on: equal on schedulers that know the same, another one when something has changed."""
+        if self._digest[0] is not self.policy:
+            text = repr(self.policy) + json.dumps(self._texts, sort_keys=True)
+            self._digest = (self.policy, sha256(text.encode()).hexdigest()[:16])
+        return self._digest[1]
+
     def stored(self, org: str) -> str:
         """The org's overrides as Redis had them when they were read last; empty if it had none."""
         return self._texts.get(org, "")
@@ -71,7 +82,7 @@ class Orgs:
         texts = dict(zip(flat[::2], flat[1::2], strict=True))
         if texts != self._texts:
             self._texts, self._overrides = texts, {org: _fields(json.loads(text)) for org, text in texts.items()}
-            self._known_by = None
+            self._known_by, self._digest = None, (None, "")
 
     def overrides_with(self, org: str, policy: types_pb2.OrgPolicy, fields: abc.Sequence[str]) -> str:
         """The org's overrides with these fields set, as they are stored. INVALID_ARGUMENT names a field that can't be so."""
@@ -89,14 +100,15 @@ class Orgs:
             raise invalid(burst, f"{burst} means nothing without {burst.replace('burst', 'per_minute')}: set that too")
         return json.dumps(found)
 
-    def check(self, ticket: Ticket) -> None:
-        """PERMISSION_DENIED for a ticket of a model, or a class, that its org may not have. The gateway has seen to both already."""
+    def allowed(self, ticket: Ticket) -> Ticket:
+        """The ticket, its class lowered to the org's ceiling. PERMISSION_DENIED for a model that the org may not have.
+
+        The gateway has seen to both, by what it knew.
+        """
         org = self.get(ticket.org)
         if not self.policy.may_use(org, ticket.model):
             raise StatusError(Code.PERMISSION_DENIED, f"{ticket.org} may not use {ticket.model}", reason="MODEL_NOT_ALLOWED")
-        if ticket.latency_class < org.ceiling_class:
-            asked, most = _CLASS_WORDS[ticket.latency_class], _CLASS_WORDS[org.ceiling_class]
-            raise StatusError(Code.PERMISSION_DENIED, f"{ticket.org} may ask for {most} at most, not {asked}", reason="CLASS_NOT_ALLOWED")
+        return replace(ticket, latency_class=max(ticket.latency_class, org.ceiling_class))
 
 
 def _fields(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,37 +68,47 @@ def tokens_to_reserve(ticket: Ticket) -> int:
     return ticket.num_prompt_tokens + ticket.max_tokens * ticket.n
 
 
-def as_argument(ticket: Ticket, org: OrgPolicy) -> str:
-    """What enqueue.lua reserves by."""
+def as_argument(org: OrgPolicy, tickets: Sequence[Ticket]) -> str:
+    """What scripts reserve by; of one ticket also what it takes."""
     limits = {"requests": [org.requests_per_minute, org.requests_burst], "tokens": [org.tokens_per_minute, org.tokens_burst]}
-    tokens = tokens_to_reserve(ticket)
-    return json.dumps({"prompt": ticket.num_prompt_tokens, "tokens": tokens, "live": org.max_concurrent, "limits": limits})
+    own = {"prompt": tickets[0].num_prompt_tokens, "tokens": tokens_to_reserve(tickets[0])} if len(tickets) == 1 else {}
+    return json.dumps({**own, "live": org.max_concurrent, "limits": limits})
 
 
-def too_large(ticket: Ticket, org: OrgPolicy) -> StatusError | None:
-    """For a ticket that even a full bucket couldn't take. Without a time to come back: it is the quota's size that stands in the way.
+def too_large(tickets: Sequence[Ticket], org: OrgPolicy) -> StatusError | None:
+    """For tickets that even full buckets couldn't take together. Without a time to come back: the quota's size stands in the way.
 
     RESOURCE_EXHAUSTED and not INVALID_ARGUMENT, as the request is sound: another org, or this one with another policy, may send it.
     """
-    tokens = tokens_to_reserve(ticket)
-    if not org.tokens_per_minute or tokens <= org.tokens_burst:
-        return None
-    asked = f"{ticket.num_prompt_tokens} prompt tokens + {ticket.n} x max_tokens {ticket.max_tokens} is {tokens}"
-    words = f"{asked}; {org.org} may use at most {org.tokens_burst} at once, so this never fits: lower max_tokens or shorten the prompt"
-    return _exhausted("REQUEST_TOO_LARGE", words, ticket.org, ["tokens"])
+    tokens, num = sum(map(tokens_to_reserve, tickets)), len(tickets)
+    if org.tokens_per_minute and tokens > org.tokens_burst:
+        words = f"{_sum_of(tickets)} is {tokens}; {org.org} may use at most {org.tokens_burst} at once, so this never fits"
+        return _exhausted("REQUEST_TOO_LARGE", f"{words}: lower max_tokens or shorten the prompt", org.org, ["tokens"])
+    for kind, most in (("requests", org.requests_burst if org.requests_per_minute else 0), ("concurrent", org.max_concurrent)):
+        if most and num > most:
+            words = f"each of the {num} prompts is a request; {org.org} may begin at most {most} at once: send fewer prompts"
+            return _exhausted("REQUEST_TOO_LARGE", words, org.org, [kind])
+    return None
 
 
-def refusal(ticket: Ticket, org: OrgPolicy, over: Over) -> StatusError:
+def _sum_of(tickets: Sequence[Ticket]) -> str:
+    """As a client can check it."""
+    prompt, first = sum(ticket.num_prompt_tokens for ticket in tickets), tickets[0]
+    times = f"{len(tickets)} x " if len(tickets) > 1 else ""
+    return f"{prompt} prompt tokens + {times}{first.n} x max_tokens {first.max_tokens}"
+
+
+def refusal(tickets: Sequence[Ticket], org: OrgPolicy, over: Over) -> StatusError:
     """Names every limit that stood in the way, and when to come back."""
-    left = f"{over.state.tokens.remaining} left, and this request reserves {tokens_to_reserve(ticket)}"
+    left = f"{over.state.tokens.remaining} left, and this request reserves {sum(map(tokens_to_reserve, tickets))}"
     limits = {
         "requests": f"on requests ({org.requests_per_minute} per minute)",
         "tokens": f"on tokens ({org.tokens_per_minute} per minute; {left})",
         "concurrent": f"on requests at once ({org.max_concurrent})",
     }
     wait = max(over.wait_seconds, CONCURRENT_RETRY_SECONDS if "concurrent" in over.kinds else 0.0)
-    words = f"{ticket.org} has reached its limit {' and '.join(limits[kind] for kind in over.kinds)}: try again in {wait:.3g} s"
-    return _exhausted("QUOTA_EXCEEDED", words, ticket.org, over.kinds, wait, over.state)
+    words = f"{org.org} has reached its limit {' and '.join(limits[kind] for kind in over.kinds)}: try again in {wait:.3g} s"
+    return _exhausted("QUOTA_EXCEEDED", words, org.org, over.kinds, wait, over.state)
 
 
 def _exhausted(

@@ -13,6 +13,10 @@ from services.scheduler.policy.health import Gate
 from services.scheduler.policy.node import SLOWDOWN_CELSIUS, NodeState, StepCost, prefill_rate
 from services.scheduler.policy.order import Ticket
 
+UNMEASURED_BYTES_PER_SECOND = 5e9
+"""At which weights are taken to come where the worker hasn't measured it yet."""
+NEVER_SECONDS = 3600.0
+"""What a model counts that can't be served there: its requests go elsewhere while they can, else they hear the reason there."""
 FORGET_SECONDS = 60.0
 """How long a worker that has left is still shown, and still counts when judging what the fleet could ever hold."""
 
@@ -103,6 +107,11 @@ class Registry:
         self._forget(now)
         registrations = [worker.registration for worker in self._workers.values()]
         return sorted(r.worker_id for r in registrations if name in (r.worker_id, r.node_id))
+
+    def registration(self, worker_id: str) -> scheduler_pb2.Register | None:
+        """As the worker introduced itself; None: it isn't known."""
+        worker = self._workers.get(worker_id)
+        return None if worker is None else worker.registration
 
     def _not_ready_reason(self, worker: Attached, now: float) -> str:
         reason = worker.not_ready_reason(now, self._liveness_seconds)
@@ -195,7 +204,20 @@ def node_state(r: scheduler_pb2.Register, heartbeat: scheduler_pb2.Heartbeat) ->
         heartbeat.celsius_per_second if heartbeat.HasField("celsius_per_second") else None,
         r.capacity.slowdown_celsius if r.capacity.HasField("slowdown_celsius") else SLOWDOWN_CELSIUS,
         r.region,
+        absent=_absent(heartbeat),
     )
+
+
+def _absent(heartbeat: scheduler_pb2.Heartbeat) -> dict[str, float]:
+    """Models whose weights aren't on the device, with the seconds that bringing them takes."""
+    return {state.model: seconds_to_load(state) for state in heartbeat.models if state.place != scheduler_pb2.MODEL_PLACE_DEVICE}
+
+
+def seconds_to_load(state: scheduler_pb2.ModelState) -> float:
+    """What bringing a model to the device takes, as its worker has measured it, or as it is taken for before that."""
+    if state.place == scheduler_pb2.MODEL_PLACE_COLD:
+        return NEVER_SECONDS
+    return state.load_seconds if state.HasField("load_seconds") else state.num_bytes / UNMEASURED_BYTES_PER_SECOND
 
 
 def _names(ticket: Ticket, model: str, version: str) -> bool:

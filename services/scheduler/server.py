@@ -2,32 +2,36 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
 from forebay.v1 import admin_pb2_grpc, batch_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from services.common import errors, log, rpc, tracing
+from services.common import errors, rpc, tracing
 from services.common.errors import Code, StatusError, invalid
 from services.common.metrics import exemplar
 from services.scheduler import keys, quota
 from services.scheduler.admin import AdminServicer
+from services.scheduler.attachment import AttachContext, Attachment
+from services.scheduler.audit import Act
 from services.scheduler.batch_server import BatchServicer
 from services.scheduler.claims import Claim
-from services.scheduler.ledger import Held, Lease
+from services.scheduler.ledger import Lease
 from services.scheduler.metrics import class_label, finish_label
 from services.scheduler.policy.fleet import impossible
 from services.scheduler.policy.order import Ticket
-from services.scheduler.registry import as_worker
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.waiting import Position, Waiter, deadline_passed
-from services.scheduler.wire import check_claim, check_hashes, check_id, decision_to_proto, org_to_proto, read_settlement
+from services.scheduler.wire import (
+    check_claim,
+    check_id,
+    decision_to_proto,
+    org_to_proto,
+    read_place,
+    read_reserve,
+    read_settlement,
+)
 
-LOG = log.get(__name__)
-MAX_REGION = 64
-MAX_TRACEPARENT = 55
-"""Characters of a W3C traceparent."""
 SERVICES = ["forebay.v1.SchedulerService", "forebay.v1.AdminService", "forebay.v1.BatchService"]
 CALLERS = {"/forebay.v1.SchedulerService/Attach": "worker", "/forebay.": "gateway"}
 """The role that may call what, where certificates tell it."""
@@ -35,9 +39,10 @@ CALLERS = {"/forebay.v1.SchedulerService/Attach": "worker", "/forebay.": "gatewa
 PlaceContext = grpc.aio.ServicerContext[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceResponse]
 FinishContext = grpc.aio.ServicerContext[scheduler_pb2.FinishRequest, scheduler_pb2.FinishResponse]
 AuthenticateContext = grpc.aio.ServicerContext[scheduler_pb2.AuthenticateRequest, scheduler_pb2.AuthenticateResponse]
+ReserveContext = grpc.aio.ServicerContext[scheduler_pb2.ReserveRequest, scheduler_pb2.ReserveResponse]
+RefusalContext = grpc.aio.ServicerContext[scheduler_pb2.NoteRefusalRequest, scheduler_pb2.NoteRefusalResponse]
 ClaimContext = grpc.aio.ServicerContext[scheduler_pb2.ClaimRequest, scheduler_pb2.ClaimResponse]
 OrgContext = grpc.aio.ServicerContext[scheduler_pb2.GetOrgRequest, scheduler_pb2.GetOrgResponse]
-AttachContext = grpc.aio.ServicerContext[scheduler_pb2.AttachRequest, scheduler_pb2.AttachResponse]
 
 
 def add_services(server: grpc.aio.Server, scheduler: Scheduler) -> None:
@@ -49,7 +54,7 @@ def add_services(server: grpc.aio.Server, scheduler: Scheduler) -> None:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Place, Claim, Finish, Attach, Authenticate, GetOrg."""
+    """Place, Reserve, Claim, Finish, Attach, Authenticate, GetOrg, NoteRefusal."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -106,14 +111,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _admit(self, request: scheduler_pb2.PlaceRequest, context: PlaceContext) -> Waiter:
         """A waiter for a ticket that makes sense, has time left, and could be served."""
-        scheduler, ticket = self._scheduler, read_ticket(request)
+        scheduler, ticket = self._scheduler, read_place(request)
+        if request.lost_epoch % keys.EPOCHS_PER_TRY == 0:  # What runs already goes on, whatever has been set since.
+            ticket = self._allowed([ticket])[0]
         promised = scheduler.orgs.policy.classes[ticket.latency_class]
         seconds = request.ticket.deadline_seconds or promised.deadline_seconds or scheduler.options.default_deadline_seconds
         seconds = min(seconds, context.time_remaining() or seconds)
         if seconds <= 0:
             raise deadline_passed()
-        if request.lost_epoch % keys.EPOCHS_PER_TRY == 0:  # What runs already goes on, whatever has been set since.
-            self._check_org(ticket)
         problem = impossible(ticket, scheduler.registry.known(time.monotonic()), scheduler.orgs.get(ticket.org))
         if problem is not None:
             raise invalid(*problem)
@@ -128,13 +133,24 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             tell_seconds=scheduler.options.tell_seconds,
         )
 
-    def _check_org(self, ticket: Ticket) -> None:
+    def _allowed(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        """Tickets of one org as its policy has them now. PERMISSION_DENIED for a model; RESOURCE_EXHAUSTED: they never fit its quota."""
         scheduler = self._scheduler
-        scheduler.orgs.check(ticket)
-        error = quota.too_large(ticket, scheduler.orgs.get(ticket.org))
+        lowered = [scheduler.orgs.allowed(ticket) for ticket in tickets]
+        error = quota.too_large(lowered, scheduler.orgs.get(lowered[0].org))
         if error is not None:
             scheduler.metrics.quota_refused.labels("size").inc()
             raise error
+        return lowered
+
+    async def Reserve(self, request: scheduler_pb2.ReserveRequest, context: ReserveContext) -> scheduler_pb2.ReserveResponse:
+        """See scheduler.proto."""
+        try:
+            tickets = self._allowed(read_reserve(request))
+            state = await self._scheduler.keeper.reserve(tickets)
+        except StatusError as error:
+            await errors.abort(context, error)
+        return scheduler_pb2.ReserveResponse(quota=state.to_proto())
 
     def _placed(self, lease: Lease, waiter: Waiter) -> scheduler_pb2.PlaceResponse:
         promised = self._scheduler.orgs.policy.classes[waiter.ticket.latency_class]
@@ -150,6 +166,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 tpot_target_seconds=promised.tpot_target_ms / 1000,
                 quota=waiter.quota.to_proto(),
                 decision=decision_to_proto(lease.decision),
+                latency_class=types_pb2.LatencyClass.ValueType(waiter.ticket.latency_class),
             )
         )
 
@@ -204,6 +221,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await errors.abort(context, error)
         return scheduler_pb2.GetOrgResponse(policy=org_to_proto(self._scheduler.orgs.get(request.org)))
 
+    async def NoteRefusal(self, request: scheduler_pb2.NoteRefusalRequest, context: RefusalContext) -> scheduler_pb2.NoteRefusalResponse:
+        """See scheduler.proto."""
+        try:
+            check_id("actor", request.actor)
+            check_id("act", request.act)
+        except StatusError as error:
+            await errors.abort(context, error)
+        await self._scheduler.audit.denied(Act(request.actor, request.act, ""))
+        return scheduler_pb2.NoteRefusalResponse()
+
     async def Attach(  # type: ignore[override]  # writes itself
         self, request_iterator: AsyncIterator[scheduler_pb2.AttachRequest], context: AttachContext
     ) -> None:
@@ -223,126 +250,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await errors.abort(context, error)
         finally:
             attachment.end()
-
-
-class Attachment:
-    """One Attach stream."""
-
-    def __init__(self, scheduler: Scheduler, context: AttachContext) -> None:
-        self._scheduler = scheduler
-        self._context = context
-        self._registration = scheduler_pb2.Register()
-        self._stored = False
-        """Whether Redis knows this incarnation; it may be away when the worker comes."""
-
-    async def register(self, registration: scheduler_pb2.Register) -> None:
-        """The worker says who it is and what it serves; again when that changes."""
-        check_registration(registration)
-        self._registration = registration
-        await self._store()
-        self._scheduler.registry.attach(registration, self, time.monotonic())
-        LOG.info("worker_attached", worker=registration.worker_id, incarnation=registration.incarnation, address=registration.address)
-        await self._context.write(
-            scheduler_pb2.AttachResponse(registered=scheduler_pb2.Registered(scheduler_id=self._scheduler.options.scheduler_id))
-        )
-        self._scheduler.dispatcher.wake()
-
-    async def beat(self, heartbeat: scheduler_pb2.Heartbeat) -> None:
-        """Takes a heartbeat in, and tells the worker which of its leases are none."""
-        worker_id = self._registration.worker_id
-        if not self._scheduler.registry.beat(worker_id, self, heartbeat, time.monotonic()):
-            raise StatusError(Code.ABORTED, f"a newer stream of worker {worker_id} has taken over", reason="SUPERSEDED")
-        drained = self._scheduler.drains.covers(self._registration)
-        if drained != heartbeat.drained:
-            await self._context.write(scheduler_pb2.AttachResponse(drain=scheduler_pb2.Drain(drain=drained)))
-        try:
-            revoked = await self._report(heartbeat)
-        except StatusError as error:
-            if error.code is not Code.UNAVAILABLE:
-                raise
-            return  # Redis is away. The streams of this worker go on; so does its life here.
-        if revoked:
-            leases = [scheduler_pb2.LeaseProgress(request_id=request_id, epoch=epoch) for request_id, epoch in revoked]
-            await self._context.write(scheduler_pb2.AttachResponse(revoke=scheduler_pb2.Revoke(leases=leases)))
-        self._scheduler.room()
-
-    def end(self) -> None:
-        """The stream is over. Unless this scheduler is leaving or a newer stream is here, the worker is down for all."""
-        r = self._registration
-        if not self._scheduler.registry.detach(r.worker_id, self) or self._scheduler.stopping:
-            return
-        LOG.warning("worker_lost", worker=r.worker_id, incarnation=r.incarnation)
-        self._scheduler.errand(self._scheduler.ledger.down(r.worker_id, r.incarnation))
-
-    async def _store(self) -> None:
-        with suppress(StatusError):  # Redis is away: at the next heartbeat then.
-            await self._report_death()
-            await self._scheduler.ledger.register(self._registration.worker_id, self._registration.incarnation)
-            self._stored = True
-
-    async def _report_death(self) -> None:
-        """Before the new start is known to anybody, as those who wait for this are placed then."""
-        died_with = [(entry.request_id, entry.epoch, entry.num_output_tokens) for entry in self._registration.died_with]
-        for request_id, line in await self._scheduler.ledger.died(died_with) if died_with else ():
-            LOG.error("quarantined", request_id=request_id, worker=self._registration.worker_id)
-            self._scheduler.metrics.quarantine(line)
-
-    async def _report(self, heartbeat: scheduler_pb2.Heartbeat) -> list[tuple[str, int]]:
-        if not self._stored:
-            await self._store()
-        leases = [Held(lease.request_id, lease.epoch, lease.num_output_tokens, lease.num_blocks) for lease in heartbeat.leases]
-        worker = as_worker(self._registration)
-        revoked = await self._scheduler.ledger.heartbeat(worker, heartbeat.num_used_blocks, leases)
-        if revoked is None:
-            words = f"worker {worker.worker_id} has registered as another incarnation since: give each worker its own FOREBAY_WORKER_ID"
-            raise StatusError(Code.FAILED_PRECONDITION, words, reason="OTHER_INCARNATION")
-        return revoked
-
-
-def read_ticket(request: scheduler_pb2.PlaceRequest) -> Ticket:
-    """The policy's ticket. INVALID_ARGUMENT where a field makes no sense: the gateway has checked users' input before."""
-    t = request.ticket
-    for name in ("request_id", "org", "model"):
-        check_id(f"ticket.{name}", getattr(t, name))
-    if t.latency_class not in (types_pb2.LATENCY_CLASS_REALTIME, types_pb2.LATENCY_CLASS_STANDARD, types_pb2.LATENCY_CLASS_BATCH):
-        raise invalid("ticket.latency_class", f"ticket.latency_class is {t.latency_class}; it must be realtime, standard or batch")
-    for name, least in (("num_prompt_tokens", 1), ("max_tokens", 0), ("n", 1)):
-        if getattr(t, name) < least:
-            raise invalid(f"ticket.{name}", f"ticket.{name} is {getattr(t, name)}; it must be at least {least}")
-    check_hashes(t)
-    return Ticket(
-        request_id=t.request_id,
-        org=t.org,
-        latency_class=t.latency_class,
-        model=t.model,
-        model_version=t.model_version,
-        num_prompt_tokens=t.num_prompt_tokens,
-        max_tokens=t.max_tokens,
-        region=t.region[:MAX_REGION],
-        n=t.n,
-        num_delivered_tokens=request.num_delivered_tokens,
-        excluded_workers=frozenset(request.excluded_workers),
-        awaited=tuple((dead.worker_id, dead.incarnation) for dead in request.awaited),
-        traceparent=t.traceparent[:MAX_TRACEPARENT],
-        block_hashes=b"".join(t.block_hashes).hex(),
-        hash_tokens=t.hash_tokens,
-    )
-
-
-def check_registration(r: scheduler_pb2.Register) -> None:
-    """INVALID_ARGUMENT for a worker that can't be one."""
-    for name in ("worker_id", "incarnation", "address"):
-        if not getattr(r, name):
-            raise invalid(f"register.{name}", f"register.{name} is empty; Attach begins with a Register that names it")
-    if r.max_sequences < 1:
-        raise invalid("register.max_sequences", f"register.max_sequences is {r.max_sequences}; it must be at least 1")
-    for model in r.models:
-        if model.loaded and min(model.block_size, model.num_blocks, model.max_model_len) < 1:
-            raise invalid("register.models", f"{model.model} is loaded; its block_size, num_blocks and max_model_len must be at least 1")
-        longest = model.max_call_tokens or model.max_model_len
-        if model.loaded and longest > model.num_blocks * model.block_size:
-            cache = f"its {model.num_blocks} blocks of {model.block_size}"
-            raise invalid("register.models", f"{model.model}: its longest request is of {longest} tokens; {cache} can't hold one such")
 
 
 def gone() -> StatusError:

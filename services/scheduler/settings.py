@@ -66,6 +66,9 @@ class SchedulerSettings(ServiceSettings):
     distances: Distances = Field(
         "", description="A/B=SECONDS[,...]: round trips between regions; two that aren't named here cost 0.1, an empty one nothing"
     )
+    prefetch: bool = Field(
+        True, description="whether models that requests wait for are brought to devices ahead, where others are idle there"
+    )
     output_estimate_tokens: int = Field(256, ge=1, description="most output tokens per choice to reserve cache for at placement")
     no_worker_seconds: float = Field(5, ge=0, description="how long a ticket waits while no worker serves its model")
     liveness_seconds: float = Field(3, gt=0, description="a worker whose last heartbeat is older takes no new work")

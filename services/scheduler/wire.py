@@ -1,6 +1,7 @@
 """What the wire says, as the scheduler's own nouns, and back. Decides nothing but what makes no sense."""
 
 import re
+from dataclasses import replace
 
 from forebay.v1 import admin_pb2, explain_pb2, scheduler_pb2, types_pb2
 from services.common.errors import Code, invalid
@@ -8,12 +9,18 @@ from services.policy.org import NAME, OrgPolicy
 from services.scheduler.api_keys import KeyInfo
 from services.scheduler.ledger import Settlement
 from services.scheduler.policy.decision import loads
+from services.scheduler.policy.order import Ticket
 from services.scheduler.usage import UsageRow
 
 MAX_ID_LENGTH = 256
 MAX_HASHES = 256
 HASH_BYTES = 8
 MAX_HASH_TOKENS = 4096
+MAX_REGION = 64
+MAX_TRACEPARENT = 55
+"""Characters of a W3C traceparent."""
+MAX_RESERVED = 256
+"""Tickets of one Reserve."""
 CLAIM_HASH_BYTES = 32
 MAX_DEADLINE_SECONDS = 7 * 86_400.0
 _CLAIMED_ID = re.compile(r"[0-9a-f]{30}00")
@@ -37,6 +44,52 @@ def check_hashes(ticket: scheduler_pb2.Ticket) -> None:
     if len(hashes) * tokens > ticket.num_prompt_tokens:
         words = f"{len(hashes)} of {tokens} tokens each are more than the prompt's {ticket.num_prompt_tokens}"
         raise invalid("ticket.block_hashes", f"ticket.block_hashes: {words}")
+
+
+def read_ticket(t: scheduler_pb2.Ticket) -> Ticket:
+    """The policy's ticket. INVALID_ARGUMENT where a field makes no sense: the gateway has checked users' input before."""
+    for name in ("request_id", "org", "model"):
+        check_id(f"ticket.{name}", getattr(t, name))
+    if t.latency_class not in (types_pb2.LATENCY_CLASS_REALTIME, types_pb2.LATENCY_CLASS_STANDARD, types_pb2.LATENCY_CLASS_BATCH):
+        raise invalid("ticket.latency_class", f"ticket.latency_class is {t.latency_class}; it must be realtime, standard or batch")
+    for name, least in (("num_prompt_tokens", 1), ("max_tokens", 0), ("n", 1)):
+        if getattr(t, name) < least:
+            raise invalid(f"ticket.{name}", f"ticket.{name} is {getattr(t, name)}; it must be at least {least}")
+    check_hashes(t)
+    return Ticket(
+        request_id=t.request_id,
+        org=t.org,
+        latency_class=t.latency_class,
+        model=t.model,
+        model_version=t.model_version,
+        num_prompt_tokens=t.num_prompt_tokens,
+        max_tokens=t.max_tokens,
+        region=t.region[:MAX_REGION],
+        n=t.n,
+        traceparent=t.traceparent[:MAX_TRACEPARENT],
+        block_hashes=b"".join(t.block_hashes).hex(),
+        hash_tokens=t.hash_tokens,
+    )
+
+
+def read_place(request: scheduler_pb2.PlaceRequest) -> Ticket:
+    """The ticket, with what this call says of it."""
+    return replace(
+        read_ticket(request.ticket),
+        num_delivered_tokens=request.num_delivered_tokens,
+        excluded_workers=frozenset(request.excluded_workers),
+        awaited=tuple((dead.worker_id, dead.incarnation) for dead in request.awaited),
+    )
+
+
+def read_reserve(request: scheduler_pb2.ReserveRequest) -> list[Ticket]:
+    """Tickets of one org, each once."""
+    if not 1 <= len(request.tickets) <= MAX_RESERVED:
+        raise invalid("tickets", f"tickets has {len(request.tickets)} entries; it must have 1 to {MAX_RESERVED}")
+    tickets = [read_ticket(ticket) for ticket in request.tickets]
+    if len({ticket.org for ticket in tickets}) > 1 or len({ticket.request_id for ticket in tickets}) < len(tickets):
+        raise invalid("tickets", "tickets must be of one org and have an id each")
+    return tickets
 
 
 def check_claim(request: scheduler_pb2.ClaimRequest) -> None:

@@ -33,7 +33,15 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
             if isinstance(engine, Engine):  # nobody looks for who an encoder dies of: its inputs are bounded, and leave nothing behind
                 engine.runner = RecordedRunner(engine.runner, record)
     died_with = record.before if record else ()
-    worker = Worker(loaded.models, settings, arena=loaded.arena, weights=loaded.weights, identity=identity, died_with=died_with)
+    worker = Worker(
+        loaded.models,
+        settings,
+        arena=loaded.arena,
+        weights=loaded.weights,
+        budget=loaded.budget,
+        identity=identity,
+        died_with=died_with,
+    )
     await worker.start()
     announce("listening", service="worker", address=worker.address, internal_address=worker.internal_address)
     guard = asyncio.create_task(guard_event_loop(), name="guard the event loop")

@@ -62,6 +62,12 @@ _SPLIT_GAUGES: tuple[tuple[str, str, str, Split], ...] = (
         "reason",
         lambda s: [("capacity", s.num_waiting), ("deferred", 0)],
     ),
+    (
+        "forebay_worker_step_time_seconds",
+        "What a step takes, as fitted to those that were: of itself (step), and for each token, row of logits and key read.",
+        "per",
+        lambda s: list(zip(("step", "token", "row", "key"), s.step_time or (), strict=False)),
+    ),
 )
 _SPLIT_COUNTERS: tuple[tuple[str, str, str, Split], ...] = (
     (

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from services.common import log
 from services.common.errors import Code, StatusError
@@ -33,6 +33,8 @@ TURN_SECONDS = 0.02
 """What short steps bring is collected so often: to wake the event loop for each would take a core from the next. First and last words, and
 what a long step brings, don't wait."""
 
+Answer = TypeVar("Answer")
+
 _logger = log.get(__name__)
 
 
@@ -44,6 +46,18 @@ class Sink(Protocol):
 
     def fail(self, error: StatusError) -> None:
         """The request has ended like this; nothing follows."""
+
+
+@dataclass(frozen=True)
+class _Errand:
+    """Something to ask of the device between steps."""
+
+    run: Callable[[SharedDevice, float], Any]
+    done: asyncio.Future[Any]
+
+
+Command = Request | str | _Errand
+"""A request to add, an id to abort, or an errand."""
 
 
 @dataclass
@@ -65,7 +79,7 @@ class EngineLoop:
         self._clock = clock
         self._observe = observe
         self._wake = threading.Condition()
-        self._commands: deque[Request | str] = deque()  # a request to add, or an id to abort
+        self._commands: deque[Command] = deque()
         self._started = self._stopping = False
         self._open: dict[str, _Open] = {}
         self._progressed_at = clock()
@@ -104,6 +118,16 @@ class EngineLoop:
         """Ends a request, in whatever state; nothing more comes of it. Idempotent."""
         if self._open.pop(request_id, None) is not None:
             self._command(request_id)
+
+    async def ask(self, run: Callable[[SharedDevice, float], Answer]) -> Answer:
+        """What the device answers to this, between two steps; the time goes with it. StatusError: the engine has failed."""
+        if self.failed.done() or self._stopping:
+            raise StatusError(Code.UNAVAILABLE, "this worker is stopping", reason="ENGINE_FAILED")
+        if self.stalled_seconds == 0.0:
+            self._progressed_at = self._clock()
+        done: asyncio.Future[Answer] = self._loop.create_future()
+        self._command(_Errand(run, done))
+        return await done
 
     async def stop(self, timeout_seconds: float = 5.0) -> bool:
         """Ends the thread after its current step. False: the step didn't end in time, and the thread was left behind."""
@@ -164,7 +188,7 @@ class EngineLoop:
         """Tokens generated in the last second."""
         return self._window.tokens_per_second(self._clock())
 
-    def _command(self, command: Request | str) -> None:
+    def _command(self, command: Command) -> None:
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -222,18 +246,21 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while (commands := self._take()) is not None:
-                self._say(self._turn(commands), urgent=bool(commands))
+                turn = self._turn(commands)
+                if commands or turn.steps:
+                    self._say(turn, urgent=bool(commands))
         except BaseException as error:  # whatever it was, the engine's state can't be trusted any more
             _logger.exception("the engine failed")
             self._post(self._fail, error)
         finally:
             self._post(self._ended.set)
 
-    def _turn(self, commands: list[Request | str]) -> Turn:
+    def _turn(self, commands: list[Command]) -> Turn:
         refusals = self._apply(commands)
         started = self._clock()
         if not self._device.has_work:
             self._progressed_at = started
+            self._device.move(started)
             return Turn(self._device.stats(), {}, refusals=refusals)
         self._stepping_since = started
         done = self._device.step(started)
@@ -260,12 +287,15 @@ class EngineLoop:
             if not self._commands and not self._stopping:
                 self._wake.wait(IDLE_STEP_SECONDS)
 
-    def _apply(self, commands: list[Request | str]) -> list[tuple[str, StatusError]]:
-        """Adds and aborts in order; answers which requests were refused, and why."""
+    def _apply(self, commands: list[Command]) -> list[tuple[str, StatusError]]:
+        """Adds, aborts and errands in order; answers which requests were refused, and why."""
         refusals = []
         for command in commands:
             if isinstance(command, str):
                 self._device.abort(command)
+                continue
+            if isinstance(command, _Errand):
+                self._post(_answer, command.done, command.run(self._device, self._clock()))
                 continue
             try:
                 self._device.add(command)
@@ -273,11 +303,12 @@ class EngineLoop:
                 refusals.append((command.request_id, StatusError(Code.INVALID_ARGUMENT, str(error), reason="REQUEST_REFUSED")))
         return refusals
 
-    def _take(self) -> list[Request | str] | None:
-        """The commands that came in; sleeps while there is neither a command nor work. None: stop."""
+    def _take(self) -> list[Command] | None:
+        """The commands that came in; sleeps while there is neither a command nor work, not long while weights move. None: stop."""
         with self._wake:
             while not self._commands and not self._stopping and not self._device.has_work:
-                self._wake.wait()
+                if not self._wake.wait(IDLE_STEP_SECONDS if self._device.is_moving else None):
+                    break
             if self._stopping:
                 return None
             commands, self._commands = list(self._commands), deque()
@@ -288,3 +319,9 @@ class EngineLoop:
             self._loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:  # the event loop is closed: nobody is left to hear
             self._stopping = True
+
+
+def _answer(done: "asyncio.Future[Any]", answer: object) -> None:
+    """On the event loop. Whoever asked may have gone."""
+    if not done.done():
+        done.set_result(answer)

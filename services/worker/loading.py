@@ -31,7 +31,7 @@ from services.worker.engine.models.native import NativeDecoder
 from services.worker.settings import WorkerSettings
 from services.worker.sharing.arena import Arena, ModelPool
 from services.worker.sharing.weights import FailedRunner, Movable, Weights
-from services.worker.sizing import engine_config, fingerprint, shared_configs, torch_runner, weights_budget
+from services.worker.sizing import Budget, device_budget, engine_config, fingerprint, shared_configs, torch_runner
 from services.worker.wire import Served
 
 PROGRESS_SECONDS = 0.1
@@ -43,11 +43,15 @@ _logger = log.get(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """Each model's engine, and what it serves. `arena`: where the blocks of several are; `weights`: that don't all fit at once."""
+    """Each model's engine, and what it serves. `arena`: where the blocks of several are; `weights`: that don't all fit at once.
+
+    `budget`: of FOREBAY_DEVICE_MEMORY.
+    """
 
     models: Sequence[tuple[Engine | Encoder, Served]]
     arena: Arena | None = None
     weights: Weights | None = None
+    budget: Budget | None = None
 
 
 async def load(settings: WorkerSettings, stop: asyncio.Event) -> Loaded | None:
@@ -81,7 +85,7 @@ def _load_all(settings: WorkerSettings) -> Loaded:
     encoders = [one for one in each if is_encoder(one.model_path)]
     models = {one.model_name: (one, read_config(one.model_path)) for one in each if one not in encoders}
     loaded = _load_generating(settings, models)
-    return Loaded([*loaded.models, *map(_load_encoder, encoders)], loaded.arena, loaded.weights)
+    return Loaded([*loaded.models, *map(_load_encoder, encoders)], loaded.arena, loaded.weights, loaded.budget)
 
 
 def _load_generating(settings: WorkerSettings, models: Mapping[str, tuple[WorkerSettings, ModelConfig]]) -> Loaded:
@@ -90,9 +94,11 @@ def _load_generating(settings: WorkerSettings, models: Mapping[str, tuple[Worker
     if len(models) == 1:
         [(one, model)] = models.values()
         engine, served = _load(one, model, engine_config(one, model))
-        if settings.device_memory is not None:
-            _check_alone(weights_budget(settings, [(engine.config, model)]), engine)
-        return Loaded([(engine, served)])
+        if settings.device_memory is None:
+            return Loaded([(engine, served)])
+        budget = device_budget(settings, [(engine.config, model)])
+        _check_alone(budget.weights, engine)
+        return Loaded([(engine, served)], budget=budget)
     if settings.device_memory is not None and settings.draft_level != "none":
         raise SettingsError(
             "FOREBAY_DRAFT_LEVEL is a second copy of the weights, which FOREBAY_DEVICE_MEMORY doesn't move: leave one of them out"
@@ -108,8 +114,9 @@ def _load_generating(settings: WorkerSettings, models: Mapping[str, tuple[Worker
             decoder.move(None)  # the next one may need the room
     if settings.device_memory is None:
         return Loaded(loaded, shared.arena)
-    budget = weights_budget(settings, [(engine.config, model) for (engine, _), (_, model) in zip(loaded, models.values(), strict=True)])
-    return Loaded(loaded, shared.arena, _turns(settings, dict(zip(models, loaded, strict=True)), decoders, budget))
+    budget = device_budget(settings, [(engine.config, model) for (engine, _), (_, model) in zip(loaded, models.values(), strict=True)])
+    weights = _turns(settings, dict(zip(models, loaded, strict=True)), decoders, budget.weights)
+    return Loaded(loaded, shared.arena, weights, budget)
 
 
 def _check_alone(budget: int, engine: Engine) -> None:
@@ -152,10 +159,15 @@ def _turns(settings: WorkerSettings, loaded: dict[str, tuple[Engine, Served]], d
         raise SettingsError(f"FOREBAY_PINNED_MODELS names {min(unknown)}, which FOREBAY_MODEL doesn't: it has {', '.join(loaded)}")
     pinned = [loaded[name][1].model for name in listed(settings.pinned_models)]
     weights = Weights(budget, decoders, pinned, settings.device)
-    for engine, served in loaded.values():
-        if (reason := weights.failures.get(served.model)) is not None:
-            _logger.error("not_loaded", model=served.model, why=reason)
-            engine.runner = FailedRunner(served.model, reason)
+    engines = {served.model: engine for engine, served in loaded.values()}
+
+    def fail(model: str, reason: str) -> None:
+        _logger.error("not_loaded", model=model, why=reason)
+        engines[model].runner = FailedRunner(model, reason)
+
+    weights.on_failure = fail
+    for model, reason in weights.failures.items():
+        fail(model, reason)
     if len(weights.failures) == len(decoders):
         raise SettingsError(
             f"FOREBAY_DEVICE_MEMORY={int(settings.device_memory or 0)}: {next(iter(weights.failures.values()), 'no model')}"

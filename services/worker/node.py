@@ -39,10 +39,15 @@ class Node:
         revoke: Revoke,
         drain: Callable[[bool], None],
         *,
+        act: Callable[[scheduler_pb2.ModelAct], None] = lambda _: None,
+        pin: Callable[[Iterable[str]], None] = lambda _: None,
         beat: Beat | None = None,
         identity: Identity | None = None,
     ) -> None:
-        """`heartbeat` describes the worker as it is now, all but the sequence number. `drain` hears what operators want of it."""
+        """`heartbeat` describes the worker as it is now, all but the sequence number.
+
+        `drain`, `act` and `pin` hear what operators want of it.
+        """
         self._links = [_Link(self, address) for address in addresses]
         self._heartbeat = heartbeat
         self._num_heartbeats = 0
@@ -50,6 +55,8 @@ class Node:
         self.register = register
         self.revoke = revoke
         self.drain = drain
+        self.act = act
+        self.pin = pin
         self.beat = beat or Beat()
         self.identity = identity
 
@@ -118,6 +125,10 @@ class _Link:
                     self._node.revoke(response.revoke.leases)
                 elif response.HasField("drain"):
                     self._node.drain(response.drain.drain)
+                elif response.HasField("model_act"):
+                    self._node.act(response.model_act)
+                elif response.HasField("pins"):
+                    self._node.pin(response.pins.models)
         except grpc.aio.AioRpcError as error:
             event, details = "lost the scheduler" if was_attached else "no scheduler", str(error.details())
             if was_attached or details not in self._troubles:  # each once, however often it is tried

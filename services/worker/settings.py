@@ -68,6 +68,14 @@ class WorkerSettings(ServiceSettings):
         "don't fit at once; default: all stay",
     )
     pinned_models: str = Field("", description="names of models that never give way to others in device_memory, separated by commas")
+    weights_cache: Path | None = Field(
+        None,
+        description="folder for weights as the kernels read them: with device_memory all workers of a host map them from there, and start "
+        "without reading them; default: each holds its own",
+    )
+    weights_cache_size: ByteSize = Field(
+        ByteSize(64_000_000_000), gt=0, description="most bytes of weights_cache; the least recently used files go"
+    )
     preemption: bool = Field(True, description="whether a request may take room that less urgent ones hold")
     swap_memory: ByteSize = Field(
         ByteSize(128_000_000),

@@ -65,6 +65,9 @@ def shared_configs(settings: WorkerSettings, models: Mapping[str, tuple[WorkerSe
         page_bytes, configs = layout.sized(shapes)
     except backend.BackendError as error:
         raise SettingsError(str(error)) from error
+    if settings.device_memory is not None:  # weights that are only copied from may lie in a file; those that are read lie on large pages
+        folder, most = settings.weights_cache, int(settings.weights_cache_size)
+        configs = {name: replace(config, packed_folder=folder, max_packed_bytes=most) for name, config in configs.items()}
     num_pages = int(settings.kv_memory) // page_bytes
     if num_pages < 2 * len(models):
         raise SettingsError(
@@ -84,8 +87,18 @@ def shared_configs(settings: WorkerSettings, models: Mapping[str, tuple[WorkerSe
     return Shared(arena, pages, sized, pools)
 
 
-def weights_budget(settings: WorkerSettings, shapes: Sequence[tuple[EngineConfig, ModelConfig]]) -> int:
-    """Bytes of FOREBAY_DEVICE_MEMORY that cache, workspaces and a reserve leave for weights. SettingsError: none, or too many."""
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of a device's memory, by what they are for."""
+
+    weights: int
+    kv: int
+    workspace: int
+    reserve: int
+
+
+def device_budget(settings: WorkerSettings, shapes: Sequence[tuple[EngineConfig, ModelConfig]]) -> Budget:
+    """FOREBAY_DEVICE_MEMORY: what cache, workspaces and a reserve leave is for weights. SettingsError: nothing, or too much."""
     total, cache = int(settings.device_memory or 0), int(settings.kv_memory)
     workspace, reserve = sum(workspace_bytes(*shape) for shape in shapes), total // RESERVE_PART
     budget = total - cache - workspace - reserve
@@ -97,7 +110,7 @@ def weights_budget(settings: WorkerSettings, shapes: Sequence[tuple[EngineConfig
     available = psutil.virtual_memory().available
     if settings.device == "cpu" and budget > available:
         raise SettingsError(f"FOREBAY_DEVICE_MEMORY={total} has {budget} bytes for weights; this host has {available} left: lower it")
-    return budget
+    return Budget(budget, cache, workspace, reserve)
 
 
 def workspace_bytes(config: EngineConfig, model: ModelConfig) -> int:

@@ -23,6 +23,7 @@ from services.worker.engine_loop import EngineLoop
 from services.worker.flight_record import InFlight
 from services.worker.leases import MAX_WAITING, Leases
 from services.worker.metrics import WorkerMetrics
+from services.worker.model_orders import ModelOrders, budget_to_proto
 from services.worker.node import Beat, Node
 from services.worker.outbox import Pace
 from services.worker.server import CALLERS, WorkerService
@@ -30,6 +31,7 @@ from services.worker.settings import WorkerSettings
 from services.worker.sharing.arena import Arena
 from services.worker.sharing.device import SharedDevice, Stats
 from services.worker.sharing.weights import Weights
+from services.worker.sizing import Budget
 from services.worker.spans import StepSpans
 from services.worker.telemetry import Sensors, device_name
 from services.worker.throughput import Throughput
@@ -63,6 +65,7 @@ class Worker:
         died_with: Sequence[InFlight] = (),
         arena: Arena | None = None,
         weights: Weights | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """`clock` times the engines' steps, and so tells when they hang. `died_with`: what the last start's last step held."""
         self._died_with = died_with
@@ -73,10 +76,11 @@ class Worker:
         self._models = {served.model: served for _, served in models}
         self._max_step_tokens = max(engine.max_step_tokens for engine in engines.values())
         self._settings = settings
-        self._weights = weights
+        self._budget = budget
         registry = CollectorRegistry()
         self._metrics = _metrics(registry, self._models.values(), settings)
         self.loop = EngineLoop(SharedDevice(engines, arena, tenants, weights), clock=clock, observe=self._observe)
+        self._orders = ModelOrders(self.loop, list(self._models), weights, lambda: self.node.nudge(), clock)
         self.leases = Leases(
             self.loop, self._metrics.models, max_sequences=settings.max_sequences, preemption=settings.preemption, pace=pace
         )
@@ -111,6 +115,8 @@ class Worker:
             self.heartbeat,
             self.leases.revoke,
             self.set_drained,
+            act=self._orders.act,
+            pin=self._orders.pin,
             beat=self._beat,
             identity=self._identity,
         )
@@ -160,7 +166,9 @@ class Worker:
         await asyncio.gather(self._watch, return_exceptions=True)
         if self._drain is not None:
             self._drain.cancel()
+        self._orders.stop()
         await self.node.stop()
+        self._service.close()
         await self._server.stop(grace=0.5)
         await self.loop.stop(5.0 if self.loop.healthy else 0.5)
         await self._internal.stop()
@@ -177,7 +185,8 @@ class Worker:
 
     def heartbeat(self) -> scheduler_pb2.Heartbeat:
         """The worker as it is now."""
-        stats, reading = self.loop.last_turn.stats.values(), self._sensors.read()
+        by_model, reading = self.loop.last_turn.stats, self._sensors.read()
+        stats, states = by_model.values(), self._orders.states(by_model)
         return scheduler_pb2.Heartbeat(
             leases=self.leases.progress(),
             num_used_blocks=sum(s.num_used_blocks for s in stats),
@@ -195,16 +204,15 @@ class Worker:
             drained=self._drained,
             healthy=self.loop.healthy,
             class_usage=self.leases.class_usage(),
-            loaded_models=self._loaded_models,
+            loaded_models=[state.model for state in states if state.place == scheduler_pb2.MODEL_PLACE_DEVICE],
             step_time=_slowest(stats),
             num_prefill_tokens=sum(s.num_prefill_tokens for s in stats),
             celsius_per_second=self._sensors.celsius_per_second,
+            models=states,
+            outcomes=self._orders.outcomes(),
+            pins=self._orders.pins,
+            budget=budget_to_proto(self._budget) if self._budget is not None else None,
         )
-
-    @property
-    def _loaded_models(self) -> list[str]:
-        """Those that can step at once."""
-        return list(self._models) if self._weights is None else self._weights.on_device(self._models)
 
     def _register(self) -> scheduler_pb2.Register:
         settings, reading = self._settings, self._sensors.read()

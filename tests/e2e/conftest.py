@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import mesh as meshes
+from tests.spans import Receiver
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,4 +30,23 @@ def closed_sdks() -> Iterator[None]:
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[meshes.Mesh]:
     """`forebay up` with the default model."""
     with meshes.running(tmp_path_factory.mktemp("mesh") / "home") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def receiver() -> Iterator[Receiver]:
+    """Takes the spans of `traced`."""
+    with Receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
+def traced(receiver: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[meshes.Mesh]:
+    """A mesh that traces every request and says all in its logs. One sequence at a time: a second waits, a realtime one preempts."""
+    settings = {
+        "FOREBAY_MAX_SEQUENCES": "1",
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+    }
+    with meshes.running(tmp_path_factory.mktemp("traced") / "home", "--log-level", "debug", settings=settings) as running:
         yield running

@@ -124,7 +124,7 @@ class Operator:
         """What the scheduler knows now."""
         return self.stub.GetFleet(admin_pb2.GetFleetRequest(), metadata=tuple(self.metadata), timeout=10)
 
-    def wait_until(self, condition: Callable[[admin_pb2.GetFleetResponse], bool], what: str, seconds: float = 20) -> float:
+    def wait_until(self, condition: Callable[[admin_pb2.GetFleetResponse], bool], what: str, seconds: float = 60) -> float:
         """Polls until the fleet is so; returns the seconds that it took."""
         start = time.monotonic()
         wait_until(lambda: condition(self.fleet()), what, seconds)
@@ -181,7 +181,7 @@ def _wait_for_up(process: "subprocess.Popen[str]", home: Path, errors: Path) -> 
     raise AssertionError(f"the mesh did not come up: {errors.read_text()}")
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
     """Polls a condition outside this process, where nothing can be awaited."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -1,38 +1,22 @@
 """One trace through the whole mesh: gateway, Place, the queue in Redis, the choice of a worker, Generate, and what the engine did."""
 
 import json
+import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-import httpx
-import openai
 import pytest
 
-from services.cli.home import Home
 from services.common import semconv
 from services.scheduler.policy.routing import SECONDS
-from tests.e2e.mesh import Mesh, running, sdk, wait_until
+from tests.e2e.mesh import Mesh, wait_until
 from tests.spans import Exported, Receiver
 
-# One sequence at a time: the second request waits in the queue, and a realtime one preempts it.
-SETTINGS = {"FOREBAY_MAX_SEQUENCES": "1", "OTEL_BSP_SCHEDULE_DELAY": "200", "FOREBAY_LOG_LEVEL": "debug"}
-
 
 @pytest.fixture(scope="module")
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as receiver:
-        yield receiver
-
-
-@pytest.fixture(scope="module")
-def mesh(receiver: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    home: Path = tmp_path_factory.mktemp("traces")
-    with running(home, settings={**SETTINGS, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}) as mesh:
-        yield mesh
+def mesh(traced: Mesh) -> Mesh:
+    return traced
 
 
 @dataclass
@@ -166,9 +150,10 @@ def test_steps_are_sampled_and_linked_to_their_requests(preempted: Chat, receive
 
 def test_nothing_that_merely_keeps_the_mesh_going_is_a_trace(mesh: Mesh, receiver: Receiver) -> None:
     spans = receiver.wait_for(lambda spans: bool(spans))
-    roots = {span.name for span in spans if not span.parent_id and not span.name.startswith("forebay.v1.AdminService/")}
-    asked_by_people = {"POST /v1/chat/completions", "forebay.v1.InferenceService/ListModels"}
-    assert roots <= {*asked_by_people, semconv.SPAN_ENGINE_STEP}
+    roots = {(span.service, span.name) for span in spans if not span.parent_id and span.name != semconv.SPAN_ENGINE_STEP}
+    assert roots
+    asked_by_people = re.compile(r"(GET|POST|DELETE)( |$)|forebay\.v1\.(Inference|Admin)Service/")
+    assert [root for root in roots if root[0] != "forebay-gateway" or not asked_by_people.match(root[1])] == []
 
 
 def test_a_cancelled_stream_says_so(mesh: Mesh, receiver: Receiver) -> None:
@@ -187,42 +172,3 @@ def test_a_cancelled_stream_says_so(mesh: Mesh, receiver: Receiver) -> None:
     assert span.error
     assert span.attributes[semconv.ERROR_TYPE] == "CANCELLED"
     assert span.attributes[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] < 800
-
-
-def test_canaries_are_in_no_log_span_metric_or_error(mesh: Mesh, receiver: Receiver) -> None:
-    made = json.loads(mesh.forebay("keys", "create", "--org", "dev", "--name", "audit", "--json").stdout)
-    client = sdk(mesh, made["key"])
-    tool: Any = {"type": "function", "function": {"name": "canary_tool_5521", "parameters": {"type": "object"}}}
-    chat = client.chat.completions.create(
-        model=mesh.model,
-        messages=[{"role": "system", "content": "canary-system-1187"}, {"role": "user", "content": "Say canary-prompt-7319"}],
-        max_tokens=24,
-        stop=["canary-stop-2203"],
-        tools=[tool],
-        tool_choice="none",
-    )
-    text = client.completions.create(model=mesh.model, prompt="canary-text-6640", max_tokens=24)
-    with pytest.raises(openai.AuthenticationError) as refused:
-        sdk(mesh, "fb-canary-key-9034").models.list()
-    with pytest.raises(openai.BadRequestError):
-        client.completions.create(model=mesh.model, prompt="canary-refused-4417", max_tokens=-1)
-    with pytest.raises(openai.NotFoundError) as other:
-        sdk(mesh, mesh.token).chat.completions.create(model="not-served", messages=[{"role": "user", "content": "canary-lost-3391"}])
-    receiver.wait_for(lambda spans: any(span.attributes.get(semconv.GEN_AI_RESPONSE_ID) == text.id.removeprefix("cmpl-") for span in spans))
-    told = {
-        "logs": "".join(path.read_text(errors="replace") for path in (mesh.home / "logs").glob("*.log")),
-        "spans": b"".join(receiver.raw).decode("latin-1"),
-        "metrics": "".join(httpx.get(f"http://{address}/metrics").text for address in internal_addresses(mesh)),
-        "errors": f"{refused.value.body}{other.value.body}",
-    }
-    answers = [answer for answer in (chat.choices[0].message.content, text.choices[0].text) if answer and len(answer.strip()) > 12]
-    for place, said in told.items():
-        assert len(said) > 100, place
-        for secret in ("canary-", "canary_tool", made["key"], mesh.token, mesh.token.rpartition(".")[2], *answers):
-            assert secret not in said, (place, secret)
-
-
-def internal_addresses(mesh: Mesh) -> Iterable[str]:
-    running = Home(mesh.home).read()
-    assert running is not None
-    return running.internal_addresses.values()

@@ -98,15 +98,21 @@ async def _streams(mesh: meshes.Mesh, started: asyncio.Event | None = None, gram
 
 
 async def _streams_while_killing(
-    mesh: meshes.Mesh, operator: meshes.Operator, process: str, worker: str, grammar: types_pb2.Grammar | None = None
+    mesh: meshes.Mesh, operator: meshes.Operator, process: str | None = None, grammar: types_pb2.Grammar | None = None
 ) -> Streams:
-    """Kills a process when all streams run, some of them on `worker`."""
+    """Kills a process when all streams run: a worker that has some of them, unless another is named."""
     started = asyncio.Event()
     streams = asyncio.ensure_future(_streams(mesh, started, grammar))
     await started.wait()
-    await asyncio.to_thread(operator.wait_until, lambda fleet: worker in _busy(fleet), f"{worker} has streams")
+    busy: set[str] = set()
+
+    def found(fleet: admin_pb2.GetFleetResponse) -> bool:
+        busy.update(_busy(fleet))
+        return bool(busy)
+
+    await asyncio.to_thread(operator.wait_until, found, "a worker has streams")
     assert not streams.done()
-    os.kill(mesh.processes[process], signal.SIGKILL)
+    os.kill(mesh.processes[process or max(busy)], signal.SIGKILL)
     return await streams
 
 
@@ -127,10 +133,10 @@ async def test_streams_survive_a_killed_worker_and_a_killed_scheduler(fleet_mesh
     expected = await undisturbed
     assert all(len(ids) == _NUM_TOKENS for ids, _ in expected)
 
-    assert await _streams_while_killing(fleet_mesh, operator, "worker-1", "worker-1") == expected
+    assert await _streams_while_killing(fleet_mesh, operator) == expected
     await asyncio.to_thread(meshes.wait_until, lambda: _is_whole(operator), "the worker is back", _READY_SECONDS)
 
-    assert await _streams_while_killing(fleet_mesh, operator, "scheduler", "worker-2") == expected
+    assert await _streams_while_killing(fleet_mesh, operator, "scheduler") == expected
     await asyncio.to_thread(meshes.wait_until, lambda: _is_whole(operator), "the scheduler is back, with its workers", _READY_SECONDS)
     assert await _streams(fleet_mesh) == expected
 
@@ -139,7 +145,7 @@ async def test_b42f_json_survives_a_killed_worker(fleet_mesh: meshes.Mesh, opera
     numbers = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 24, "maxItems": 24}
     grammar = types_pb2.Grammar(json_schema=json.dumps(numbers))
     expected = await _streams(fleet_mesh, grammar=grammar)
-    assert await _streams_while_killing(fleet_mesh, operator, "worker-2", "worker-2", grammar) == expected
+    assert await _streams_while_killing(fleet_mesh, operator, grammar=grammar) == expected
     whole = [json.loads(text) for _, text in expected if text.endswith("]")]
     assert whole
     assert all(len(digits) == 24 and all(0 <= digit <= 9 for digit in digits) for digits in whole)
@@ -209,3 +215,24 @@ async def test_models_whose_weights_do_not_fit_at_once_take_turns(tmp_path: Path
         [worker] = mesh.fleet()["workers"]
         assert len(worker["registration"]["models"]) == 2
         assert len(worker["heartbeat"]["loaded_models"]) == 1
+        here, there = sorted(worker["heartbeat"]["models"], key=lambda state: state["place"] != "MODEL_PLACE_DEVICE")
+        assert there["load_seconds"] > 0
+        assert set(worker["heartbeat"]["budget"]) == {"weights_bytes", "kv_bytes", "workspace_bytes", "reserve_bytes"}
+        _operators_move(mesh, here["model"], there["model"])
+
+
+def _operators_move(mesh: meshes.Mesh, here: str, there: str) -> None:
+    """Two models with room for one: an unload, a load, and a pin that can't be."""
+
+    def place(model: str) -> str:
+        return next(s for s in mesh.fleet()["workers"][0]["heartbeat"]["models"] if s["model"] == model)["place"]
+
+    for _ in range(2):
+        assert mesh.forebay("models", "unload", here).returncode == 0
+    meshes.wait_until(lambda: place(here) == "MODEL_PLACE_HOST", "the unloaded model is in host memory")
+    assert "is coming to the device" in mesh.forebay("models", "load", there).stdout
+    meshes.wait_until(lambda: place(there) == "MODEL_PLACE_DEVICE", "the loaded model is on the device")
+    refused = mesh.forebay("models", "pin", there)
+    assert refused.returncode == 1
+    assert "must hold the largest other model" in refused.stderr
+    assert "LoadModel" in mesh.forebay("audit").stdout

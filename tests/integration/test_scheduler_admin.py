@@ -157,10 +157,11 @@ async def test_a_key_speaks_for_its_org_until_it_is_revoked(pair: Pair) -> None:
     await one.admin.RevokeKey(admin_pb2.RevokeKeyRequest(key_id=made.info.key_id, actor="ops/jane"))
     error = await _error(_authenticate(two, made.key))
     assert (error.code, error.reason) == (Code.UNAUTHENTICATED, "UNKNOWN_KEY")
-    again = await _error(one.admin.RevokeKey(admin_pb2.RevokeKeyRequest(key_id=made.info.key_id, actor="ops/jane")))
+    await two.admin.RevokeKey(admin_pb2.RevokeKeyRequest(key_id=made.info.key_id, actor="ops/jane"))  # sent again, to another scheduler
+    again = await _error(one.admin.RevokeKey(admin_pb2.RevokeKeyRequest(key_id=made.info.key_id, actor="ops/john")))
     assert again.code is Code.NOT_FOUND
     assert await _audit(two) == [
-        ("ops/jane", "RevokeKey", made.info.key_id, "NOT_FOUND"),
+        ("ops/john", "RevokeKey", made.info.key_id, "NOT_FOUND"),
         ("ops/jane", "RevokeKey", made.info.key_id, "OK"),
         ("ops/jane", "CreateKey", other.info.key_id, "OK"),
         ("ops/jane", "CreateKey", made.info.key_id, "OK"),
@@ -230,6 +231,49 @@ async def test_there_is_an_end_to_keys_and_to_the_audit(pair: Pair, monkeypatch:
     assert [act.target for act in await book.latest(10)] == ["4", "3", "2"]
     await book.change(Act("a", "Set", "last"), keys.API_KEYS, "f1", "v3", most=1)
     assert [act.target for act in await book.latest(10)] == ["last", "4", "3"]
+
+
+@pytest.mark.parametrize(("value", "known"), [("v", ""), ("", "old"), ("", None)], ids=["set", "taken out", "taken out, whatever it was"])
+async def test_an_act_whose_answer_was_lost_is_done_when_it_is_sent_again(pair: Pair, value: str, known: str | None) -> None:
+    """As the store does when its connection breaks behind the script: the very same call."""
+    book = Audit(pair[0].store, "s", lambda: 1000.0)
+    if not value:
+        await pair[0].store.commands(["HSET", keys.API_KEYS, "acme", "old"])
+    for _ in range(2):
+        await book.change(Act("a", "Set", "acme", "x"), keys.API_KEYS, "acme", value, most=9, known=known)
+    assert len(await book.latest(9)) == 1
+    assert (await pair[0].store.commands(["HGET", keys.API_KEYS, "acme"])) == [value or None]
+
+
+async def test_an_act_that_overtook_its_own_first_try_is_done(pair: Pair) -> None:
+    """A gateway that waited too long asks another scheduler, which had read what was there before: it is written down twice."""
+    now = 1000.0
+    book = Audit(pair[0].store, "s", lambda: now)
+    await book.change(Act("a", "Set", "acme"), keys.API_KEYS, "acme", "v", most=9, known="")
+    now += 5
+    await book.change(Act("a", "Set", "acme"), keys.API_KEYS, "acme", "v", most=9, known="")
+    with pytest.raises(StatusError, match="somebody else"):
+        await book.change(Act("a", "Set", "acme", "v2"), keys.API_KEYS, "acme", "v2", most=9, known="")
+    await book.change(Act("a", "Reset", "acme"), keys.API_KEYS, "acme", "", most=9)
+    now += audit.REPEAT_SECONDS
+    await book.change(Act("a", "Reset", "acme"), keys.API_KEYS, "acme", "", most=9)
+    now += 0.1
+    with pytest.raises(StatusError, match="there is no acme"):
+        await book.change(Act("a", "Reset", "acme"), keys.API_KEYS, "acme", "", most=9)
+
+
+async def test_who_is_no_operator_is_in_the_audit_and_pushes_nobody_out_of_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = pair
+    monkeypatch.setattr(audit, "MAX_DENIED", 2)
+    await one.admin.SetOrg(admin_pb2.SetOrgRequest(policy=types_pb2.OrgPolicy(org="acme", weight=2), fields=["weight"], actor="ops/jane"))
+    for number in range(4):
+        await two.stub.NoteRefusal(scheduler_pb2.NoteRefusalRequest(actor=f"acme/{number}", act="SetOrg"))
+    assert await _audit(one) == [
+        ("acme/3", "SetOrg", "", "PERMISSION_DENIED"),
+        ("acme/2", "SetOrg", "", "PERMISSION_DENIED"),
+        ("ops/jane", "SetOrg", "acme", "OK"),
+    ]
+    assert (await _error(one.stub.NoteRefusal(scheduler_pb2.NoteRefusalRequest(actor="", act="SetOrg")))).code is Code.INVALID_ARGUMENT
 
 
 async def test_use_is_listed_by_org(pair: Pair) -> None:

@@ -3,12 +3,14 @@
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from google.rpc import error_details_pb2
 
 from forebay.v1 import scheduler_pb2, types_pb2
-from services.common.errors import Code, StatusError
+from services.common.errors import Code, StatusError, from_rpc
 from services.common.settings import SettingsError
 from services.policy.watched import PolicyFile
 from services.scheduler.__main__ import open_policy
@@ -70,6 +72,12 @@ async def _finish(scheduler: RunningScheduler, lease: scheduler_pb2.Lease, statu
     usage = types_pb2.Usage(prompt_tokens=16, completion_tokens=3)
     request = scheduler_pb2.FinishRequest(request_id=lease.request_id, epoch=lease.epoch, usage=usage, status_code=status_code)
     return (await scheduler.stub.Finish(request)).ended
+
+
+async def _error(call: Any) -> StatusError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return from_rpc(caught.value)
 
 
 async def test_a_lease_says_what_is_left_and_what_its_class_was_promised(scheduler: RunningScheduler) -> None:
@@ -142,10 +150,38 @@ async def test_a_model_that_is_not_the_orgs(scheduler: RunningScheduler) -> None
     assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "MODEL_NOT_ALLOWED")
 
 
-async def test_a_class_above_the_ceiling(scheduler: RunningScheduler) -> None:
-    error = await failure_of(scheduler.place(wire_ticket("a", latency_class=1)))
-    assert (error.code, error.reason) == (Code.PERMISSION_DENIED, "CLASS_NOT_ALLOWED")
-    assert error.message == "acme may ask for standard at most, not realtime"
+async def test_a_class_above_the_ceiling_is_lowered_to_it_and_the_lease_says_so(scheduler: RunningScheduler) -> None:
+    """A gateway may not know yet that the ceiling has come down."""
+    async with fake_worker(scheduler):
+        assert (await lease_of(scheduler.place(wire_ticket("a", latency_class=1)))).latency_class == 2
+        assert (await lease_of(scheduler.place(wire_ticket("b", latency_class=3)))).latency_class == 3
+
+
+async def test_the_prompts_of_a_request_are_reserved_together_or_not_at_all(scheduler: RunningScheduler) -> None:
+    """32 of 100 tokens each, two requests at once: three don't fit, and take nothing from the two that do."""
+    async with fake_worker(scheduler):
+        reserve = scheduler.stub.Reserve
+        three = [wire_ticket(request_id, max_tokens=10) for request_id in "abc"]
+        error = await _error(reserve(scheduler_pb2.ReserveRequest(tickets=three)))
+        assert (error.code, error.reason, error.retry_after_seconds) == (Code.RESOURCE_EXHAUSTED, "REQUEST_TOO_LARGE", None)
+        assert "each of the 3 prompts is a request; acme may begin at most 2 at once: send fewer prompts" in error.message
+        two = [wire_ticket(request_id, max_tokens=34) for request_id in "de"]
+        assert (await reserve(scheduler_pb2.ReserveRequest(tickets=two))).quota.tokens_remaining == 0
+        error = await _error(reserve(scheduler_pb2.ReserveRequest(tickets=[wire_ticket("f", max_tokens=0)])))
+        assert (error.reason, _quota_of(error)[0]) == ("QUOTA_EXCEEDED", ["requests", "tokens", "concurrent"])
+        leases = [await lease_of(scheduler.place(ticket)) for ticket in two]
+        assert [lease.quota.tokens_remaining for lease in leases] == [0, 0]
+        for lease in leases:
+            await _finish(scheduler, lease, Code.INTERNAL.value[0])
+        assert (await lease_of(scheduler.place(wire_ticket("g", max_tokens=0)))).quota.tokens_remaining == 84
+
+
+@pytest.mark.parametrize(
+    "tickets", [[], [wire_ticket("a"), wire_ticket("a")], [wire_ticket("a"), wire_ticket("b", org="gold")], [wire_ticket("a", n=0)]]
+)
+async def test_what_can_be_no_request_reserves_nothing(scheduler: RunningScheduler, tickets: list[scheduler_pb2.Ticket]) -> None:
+    error = await _error(scheduler.stub.Reserve(scheduler_pb2.ReserveRequest(tickets=tickets)))
+    assert error.code is Code.INVALID_ARGUMENT
 
 
 async def test_a_class_has_a_deadline_for_those_that_name_none(scheduler: RunningScheduler) -> None:

@@ -79,7 +79,7 @@ async def test_no_cancellation_is_ever_lost(redis_server) -> None:
         task = asyncio.create_task(for_ever())
         await asyncio.sleep(0.0001 * (i % 20))
         task.cancel()
-        _, pending = await asyncio.wait([task], timeout=5)
+        _, pending = await asyncio.wait([task], timeout=20)
         assert not pending
     await store.close()
 
@@ -123,7 +123,7 @@ async def test_trouble_is_unavailable_until_a_probe_succeeds(redis_server) -> No
         except StatusError:
             return False
 
-    await until(answers, seconds=5)  # Although the scripts are unknown now.
+    await until(answers)  # Although the scripts are unknown now.
     assert not store.is_away
     await store.close()
 

@@ -126,6 +126,94 @@ class DrainResponse(_message.Message):
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
+class SetModelRequest(_message.Message):
+    """What to do with a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ACT_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """"name@level", or the name alone where it is served at one level; 1 .. 256 characters."""
+    act: _scheduler_pb2.ModelActKind.ValueType
+    """LOAD, UNLOAD, PIN or UNPIN."""
+    worker: _builtins.str
+    """A worker_id or a node_id; empty: every worker that serves it."""
+    actor: _builtins.str
+    """Who asks; written by the gateway from the token."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        act: _scheduler_pb2.ModelActKind.ValueType = ...,
+        worker: _builtins.str = ...,
+        actor: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["act", b"act", "actor", b"actor", "model", b"model", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetModelRequest: _TypeAlias = SetModelRequest  # noqa: Y015
+
+@_typing.final
+class SetModelResponse(_message.Message):
+    """What workers say to it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerOutcome]:
+        """By worker id."""
+
+    def __init__(
+        self,
+        *,
+        outcomes: _abc.Iterable[Global___WorkerOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetModelResponse: _TypeAlias = SetModelResponse  # noqa: Y015
+
+@_typing.final
+class WorkerOutcome(_message.Message):
+    """What one worker says to an act."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    WORDS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    refused: _builtins.bool
+    """Nothing was done there."""
+    words: _builtins.str
+    """What was done, or why not."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        refused: _builtins.bool = ...,
+        words: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused", "words", b"words", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerOutcome: _TypeAlias = WorkerOutcome  # noqa: Y015
+
+@_typing.final
 class ListOrgsRequest(_message.Message):
     """All orgs."""
 
@@ -711,8 +799,11 @@ class GetFleetResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
     SCHEDULER_ID_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
     scheduler_id: _builtins.str
     """The scheduler that answers."""
+    policies: _builtins.str
+    """Changes whenever some org's policy has changed: what was kept of GetOrg is old then. Equal on all schedulers that know the same."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]:
         """By worker id."""
@@ -727,10 +818,11 @@ class GetFleetResponse(_message.Message):
         workers: _abc.Iterable[Global___WorkerState] | None = ...,
         queues: _abc.Iterable[Global___QueueDepth] | None = ...,
         scheduler_id: _builtins.str = ...,
+        policies: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queues", b"queues", "scheduler_id", b"scheduler_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies", "queues", b"queues", "scheduler_id", b"scheduler_id", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

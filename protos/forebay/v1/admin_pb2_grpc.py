@@ -46,6 +46,11 @@ class AdminServiceStub:
                 request_serializer=forebay_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=forebay_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetModel = channel.unary_unary(
+                '/forebay.v1.AdminService/SetModel',
+                request_serializer=forebay_dot_v1_dot_admin__pb2.SetModelRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_admin__pb2.SetModelResponse.FromString,
+                _registered_method=True)
         self.ListOrgs = channel.unary_unary(
                 '/forebay.v1.AdminService/ListOrgs',
                 request_serializer=forebay_dot_v1_dot_admin__pb2.ListOrgsRequest.SerializeToString,
@@ -108,6 +113,15 @@ class AdminServiceServicer:
     def Drain(self, request, context):
         """Takes a worker, or all of a node, out of service: no new work goes there, and what runs has FOREBAY_DRAIN_SECONDS before it moves. Or puts it
         back. Holds over restarts of workers and schedulers. NOT_FOUND: no worker or node of that name is known, or it isn't drained.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetModel(self, request, context):
+        """Brings a model's weights to devices or drops them from there, pins it there or lets it go: on one worker, or on all that serve it. A pin holds over
+        restarts of workers and schedulers, and for workers that come. The same act may be sent again. NOT_FOUND: no such model, or not there.
+        FAILED_PRECONDITION: every worker has refused, each with its reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -188,6 +202,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=forebay_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=forebay_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetModel,
+                    request_deserializer=forebay_dot_v1_dot_admin__pb2.SetModelRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_admin__pb2.SetModelResponse.SerializeToString,
             ),
             'ListOrgs': grpc.unary_unary_rpc_method_handler(
                     servicer.ListOrgs,
@@ -291,6 +310,33 @@ class AdminService:
             '/forebay.v1.AdminService/Drain',
             forebay_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             forebay_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.AdminService/SetModel',
+            forebay_dot_v1_dot_admin__pb2.SetModelRequest.SerializeToString,
+            forebay_dot_v1_dot_admin__pb2.SetModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,11 @@ class AdminServiceStub:
     """Takes a worker, or all of a node, out of service: no new work goes there, and what runs has FOREBAY_DRAIN_SECONDS before it moves. Or puts it
     back. Holds over restarts of workers and schedulers. NOT_FOUND: no worker or node of that name is known, or it isn't drained.
     """
+    SetModel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetModelRequest, _admin_pb2.SetModelResponse]
+    """Brings a model's weights to devices or drops them from there, pins it there or lets it go: on one worker, or on all that serve it. A pin holds over
+    restarts of workers and schedulers, and for workers that come. The same act may be sent again. NOT_FOUND: no such model, or not there.
+    FAILED_PRECONDITION: every worker has refused, each with its reason.
+    """
     ListOrgs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListOrgsRequest, _admin_pb2.ListOrgsResponse]
     """Policies of every org that the policy file or an operator names."""
     SetOrg: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetOrgRequest, _admin_pb2.SetOrgResponse]
@@ -72,6 +77,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes a worker, or all of a node, out of service: no new work goes there, and what runs has FOREBAY_DRAIN_SECONDS before it moves. Or puts it
     back. Holds over restarts of workers and schedulers. NOT_FOUND: no worker or node of that name is known, or it isn't drained.
+    """
+    SetModel: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetModelRequest, _admin_pb2.SetModelResponse]  # type: ignore[assignment]
+    """Brings a model's weights to devices or drops them from there, pins it there or lets it go: on one worker, or on all that serve it. A pin holds over
+    restarts of workers and schedulers, and for workers that come. The same act may be sent again. NOT_FOUND: no such model, or not there.
+    FAILED_PRECONDITION: every worker has refused, each with its reason.
     """
     ListOrgs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListOrgsRequest, _admin_pb2.ListOrgsResponse]  # type: ignore[assignment]
     """Policies of every org that the policy file or an operator names."""
@@ -113,6 +123,17 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
         """Takes a worker, or all of a node, out of service: no new work goes there, and what runs has FOREBAY_DRAIN_SECONDS before it moves. Or puts it
         back. Holds over restarts of workers and schedulers. NOT_FOUND: no worker or node of that name is known, or it isn't drained.
+        """
+
+    @_abc_1.abstractmethod
+    def SetModel(
+        self,
+        request: _admin_pb2.SetModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetModelResponse, _abc.Awaitable[_admin_pb2.SetModelResponse]]:
+        """Brings a model's weights to devices or drops them from there, pins it there or lets it go: on one worker, or on all that serve it. A pin holds over
+        restarts of workers and schedulers, and for workers that come. The same act may be sent again. NOT_FOUND: no such model, or not there.
+        FAILED_PRECONDITION: every worker has refused, each with its reason.
         """
 
     @_abc_1.abstractmethod

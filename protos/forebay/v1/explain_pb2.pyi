@@ -216,13 +216,13 @@ class CostTerm(_message.Message):
     """Which there are depends on FOREBAY_ROUTING. "waiting": choices that would wait for a slot there. "preempted": share of its slots plus
     share of its blocks that lower classes would lose.
     seconds: "tokens": tokens to compute there, others' before it included, times the sequences that they would hold up; only while the
-    step time of some candidate isn't known, else 0. "seconds": the sum of the next five. "queue_seconds": until what was sent there before
-    is computed. "prefill_seconds": for what of its prompt isn't cached there. "load_seconds": for its expected output,
+    step time of some candidate isn't known, else 0. "seconds": the sum of the next six. "queue_seconds": until what was sent there before
+    is computed. "weights_seconds": until its model's weights are on the device, if they aren't. "prefill_seconds": for what of its prompt isn't cached there. "load_seconds": for its expected output,
     "slowdown_seconds": what it makes the others there wait; seconds behind the first token count a 32nd. "network_seconds": to the worker's region and back.
     prefix: "prefill": tokens of its prompt to compute there times the sequences that they would hold up. Then as least_loaded: "load": its
     slots in use over the sequences of one step, at most 1; "rivals": the same of this class and more urgent ones, not bounded; "cache":
     share of its blocks in use. round_robin: "turn": number of the last placement there.
-    paper: "unhealthy": 1 for health below 0.2. "seconds": the sum of "latency_seconds" and "utilization_seconds".
+    paper: "unhealthy": 1 for health below 0.2. "seconds": the sum of "latency_seconds", "utilization_seconds" and "weights_seconds".
     """
     value: _builtins.float
     """Its value."""

@@ -9,6 +9,7 @@ from forebay.v1 import types_pb2 as _types_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,6 +20,117 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ModelPlace:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModelPlaceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelPlace.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODEL_PLACE_UNSPECIFIED: _ModelPlace.ValueType  # 0
+    """Not told."""
+    MODEL_PLACE_COLD: _ModelPlace.ValueType  # 1
+    """In no memory: `failure` says why."""
+    MODEL_PLACE_HOST: _ModelPlace.ValueType  # 2
+    """In host memory."""
+    MODEL_PLACE_LOADING: _ModelPlace.ValueType  # 3
+    """On the device in part."""
+    MODEL_PLACE_DEVICE: _ModelPlace.ValueType  # 4
+    """All of it on the device."""
+
+class ModelPlace(_ModelPlace, metaclass=_ModelPlaceEnumTypeWrapper):
+    """Where a model's weights are."""
+
+MODEL_PLACE_UNSPECIFIED: ModelPlace.ValueType  # 0
+"""Not told."""
+MODEL_PLACE_COLD: ModelPlace.ValueType  # 1
+"""In no memory: `failure` says why."""
+MODEL_PLACE_HOST: ModelPlace.ValueType  # 2
+"""In host memory."""
+MODEL_PLACE_LOADING: ModelPlace.ValueType  # 3
+"""On the device in part."""
+MODEL_PLACE_DEVICE: ModelPlace.ValueType  # 4
+"""All of it on the device."""
+Global___ModelPlace: _TypeAlias = ModelPlace  # noqa: Y015
+
+class _ModelActKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModelActKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelActKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODEL_ACT_KIND_UNSPECIFIED: _ModelActKind.ValueType  # 0
+    """Nothing."""
+    MODEL_ACT_KIND_LOAD: _ModelActKind.ValueType  # 1
+    """To the device, before requests that are less urgent than realtime."""
+    MODEL_ACT_KIND_UNLOAD: _ModelActKind.ValueType  # 2
+    """To host memory. Refused where it is pinned or has requests."""
+    MODEL_ACT_KIND_PIN: _ModelActKind.ValueType  # 3
+    """Stays on the device until it is unpinned."""
+    MODEL_ACT_KIND_UNPIN: _ModelActKind.ValueType  # 4
+    """Gives way like others again."""
+    MODEL_ACT_KIND_PREFETCH: _ModelActKind.ValueType  # 5
+    """To the device, where nothing that has requests must go for it. Given up after some seconds."""
+
+class ModelActKind(_ModelActKind, metaclass=_ModelActKindEnumTypeWrapper):
+    """What is to be done with a model's weights."""
+
+MODEL_ACT_KIND_UNSPECIFIED: ModelActKind.ValueType  # 0
+"""Nothing."""
+MODEL_ACT_KIND_LOAD: ModelActKind.ValueType  # 1
+"""To the device, before requests that are less urgent than realtime."""
+MODEL_ACT_KIND_UNLOAD: ModelActKind.ValueType  # 2
+"""To host memory. Refused where it is pinned or has requests."""
+MODEL_ACT_KIND_PIN: ModelActKind.ValueType  # 3
+"""Stays on the device until it is unpinned."""
+MODEL_ACT_KIND_UNPIN: ModelActKind.ValueType  # 4
+"""Gives way like others again."""
+MODEL_ACT_KIND_PREFETCH: ModelActKind.ValueType  # 5
+"""To the device, where nothing that has requests must go for it. Given up after some seconds."""
+Global___ModelActKind: _TypeAlias = ModelActKind  # noqa: Y015
+
+@_typing.final
+class NoteRefusalRequest(_message.Message):
+    """An act that came to nothing at the gateway."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTOR_FIELD_NUMBER: _builtins.int
+    ACT_FIELD_NUMBER: _builtins.int
+    actor: _builtins.str
+    """Who asked, as the gateway's token check says: org/subject, or an API key's id."""
+    act: _builtins.str
+    """The act's name, "SetOrg"."""
+    def __init__(
+        self,
+        *,
+        actor: _builtins.str = ...,
+        act: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["act", b"act", "actor", b"actor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NoteRefusalRequest: _TypeAlias = NoteRefusalRequest  # noqa: Y015
+
+@_typing.final
+class NoteRefusalResponse(_message.Message):
+    """It was written down."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NoteRefusalResponse: _TypeAlias = NoteRefusalResponse  # noqa: Y015
 
 @_typing.final
 class AuthenticateRequest(_message.Message):
@@ -291,6 +403,54 @@ class Ticket(_message.Message):
 Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
 
 @_typing.final
+class ReserveRequest(_message.Message):
+    """Tickets of one request, all of one org."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKETS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tickets(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ticket]:
+        """At least one, at most 256."""
+
+    def __init__(
+        self,
+        *,
+        tickets: _abc.Iterable[Global___Ticket] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tickets", b"tickets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
+
+@_typing.final
+class ReserveResponse(_message.Message):
+    """All are reserved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUOTA_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def quota(self) -> _types_pb2.QuotaState:
+        """Where the org's quota stands with them."""
+
+    def __init__(
+        self,
+        *,
+        quota: _types_pb2.QuotaState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
+
+@_typing.final
 class PlaceRequest(_message.Message):
     """A ticket to place, or to place again."""
 
@@ -307,7 +467,7 @@ class PlaceRequest(_message.Message):
     """Tokens that the client has received already, over all choices."""
     @_builtins.property
     def ticket(self) -> Global___Ticket:
-        """The ticket. The same bytes in every call for one request."""
+        """The ticket. The same in every call for one request, but for a class that a lease has lowered."""
 
     @_builtins.property
     def excluded_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -436,6 +596,7 @@ class Lease(_message.Message):
     TPOT_TARGET_SECONDS_FIELD_NUMBER: _builtins.int
     QUOTA_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
+    LATENCY_CLASS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     epoch: _builtins.int
@@ -452,6 +613,8 @@ class Lease(_message.Message):
     """The class's target for the first token, from the gateway's first sight of the request; 0: none."""
     tpot_target_seconds: _builtins.float
     """The class's target for each further token; 0: none."""
+    latency_class: _types_pb2.LatencyClass.ValueType
+    """The class that the request has: lower than the ticket's where the org's ceiling came down after the gateway had looked."""
     @_builtins.property
     def quota(self) -> _types_pb2.QuotaState:
         """Where the org's quota stands after this request was reserved."""
@@ -473,10 +636,11 @@ class Lease(_message.Message):
         tpot_target_seconds: _builtins.float = ...,
         quota: _types_pb2.QuotaState | None = ...,
         decision: _explain_pb2.Decision | None = ...,
+        latency_class: _types_pb2.LatencyClass.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "quota", b"quota"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decision", b"decision", "epoch", b"epoch", "incarnation", b"incarnation", "queued_seconds", b"queued_seconds", "quota", b"quota", "request_id", b"request_id", "tpot_target_seconds", b"tpot_target_seconds", "ttft_target_seconds", b"ttft_target_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decision", b"decision", "epoch", b"epoch", "incarnation", b"incarnation", "latency_class", b"latency_class", "queued_seconds", b"queued_seconds", "quota", b"quota", "request_id", b"request_id", "tpot_target_seconds", b"tpot_target_seconds", "ttft_target_seconds", b"ttft_target_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -818,6 +982,10 @@ class Heartbeat(_message.Message):
     STEP_TIME_FIELD_NUMBER: _builtins.int
     NUM_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     CELSIUS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Counts up from 1 in one incarnation."""
     num_used_blocks: _builtins.int
@@ -870,6 +1038,22 @@ class Heartbeat(_message.Message):
     def step_time(self) -> Global___StepTimeModel:
         """How long its steps take; absent while it has seen too few."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelState]:
+        """The models, in the order of the registration: where their weights are."""
+
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelActOutcome]:
+        """What became of acts that schedulers sent in the last seconds."""
+
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Models that schedulers want pinned here, as the last Pins said, whether they could be or not."""
+
+    @_builtins.property
+    def budget(self) -> Global___DeviceBudget:
+        """What its device's memory is for; absent where the worker was given no budget."""
+
     def __init__(
         self,
         *,
@@ -894,10 +1078,14 @@ class Heartbeat(_message.Message):
         step_time: Global___StepTimeModel | None = ...,
         num_prefill_tokens: _builtins.int = ...,
         celsius_per_second: _builtins.float | None = ...,
+        models: _abc.Iterable[Global___ModelState] | None = ...,
+        outcomes: _abc.Iterable[Global___ModelActOutcome] | None = ...,
+        pins: _abc.Iterable[_builtins.str] | None = ...,
+        budget: Global___DeviceBudget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_celsius_per_second", b"_celsius_per_second", "_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "celsius_per_second", b"celsius_per_second", "power_watts", b"power_watts", "step_time", b"step_time", "temperature_celsius", b"temperature_celsius"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_celsius_per_second", b"_celsius_per_second", "_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "budget", b"budget", "celsius_per_second", b"celsius_per_second", "power_watts", b"power_watts", "step_time", b"step_time", "temperature_celsius", b"temperature_celsius"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_celsius_per_second", b"_celsius_per_second", "_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "celsius_per_second", b"celsius_per_second", "class_usage", b"class_usage", "drained", b"drained", "draining", b"draining", "healthy", b"healthy", "leases", b"leases", "loaded_models", b"loaded_models", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "num_cached_blocks", b"num_cached_blocks", "num_prefill_tokens", b"num_prefill_tokens", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "power_watts", b"power_watts", "sequence_number", b"sequence_number", "step_seconds", b"step_seconds", "step_time", b"step_time", "temperature_celsius", b"temperature_celsius", "tokens_per_second", b"tokens_per_second", "utilization", b"utilization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_celsius_per_second", b"_celsius_per_second", "_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "budget", b"budget", "celsius_per_second", b"celsius_per_second", "class_usage", b"class_usage", "drained", b"drained", "draining", b"draining", "healthy", b"healthy", "leases", b"leases", "loaded_models", b"loaded_models", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "models", b"models", "num_cached_blocks", b"num_cached_blocks", "num_prefill_tokens", b"num_prefill_tokens", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "outcomes", b"outcomes", "pins", b"pins", "power_watts", b"power_watts", "sequence_number", b"sequence_number", "step_seconds", b"step_seconds", "step_time", b"step_time", "temperature_celsius", b"temperature_celsius", "tokens_per_second", b"tokens_per_second", "utilization", b"utilization"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__celsius_per_second: _TypeAlias = _typing.Literal["celsius_per_second"]  # noqa: Y015
     _WhichOneofArgType__celsius_per_second: _TypeAlias = _typing.Literal["_celsius_per_second", b"_celsius_per_second"]  # noqa: Y015
@@ -913,6 +1101,104 @@ class Heartbeat(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_celsius) -> _WhichOneofReturnType__temperature_celsius | None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class ModelState(_message.Message):
+    """A model's weights on a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    STAY_SECONDS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    STEP_TIME_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """"name@level"."""
+    place: Global___ModelPlace.ValueType
+    """Where they are."""
+    pinned: _builtins.bool
+    """They never give way to others', be it by the worker's own settings or by an operator's word."""
+    num_bytes: _builtins.int
+    """What they take of the device's budget; 0 where they never leave the device."""
+    load_seconds: _builtins.float
+    """What bringing them to the device takes, by the bytes per second that were measured; what is left of it while they come. Absent while
+    nothing was measured.
+    """
+    num_requests: _builtins.int
+    """Requests that hold or wait for something of it."""
+    num_used_blocks: _builtins.int
+    """Cache blocks that it holds."""
+    stay_seconds: _builtins.float
+    """Until its weights may give way to another's, where they are on the device and nothing asks for them."""
+    failure: _builtins.str
+    """Why it can't be served, for people; empty: it can."""
+    @_builtins.property
+    def step_time(self) -> Global___StepTimeModel:
+        """How long its own steps take; absent while it has seen too few."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        place: Global___ModelPlace.ValueType = ...,
+        pinned: _builtins.bool = ...,
+        num_bytes: _builtins.int = ...,
+        load_seconds: _builtins.float | None = ...,
+        num_requests: _builtins.int = ...,
+        num_used_blocks: _builtins.int = ...,
+        stay_seconds: _builtins.float = ...,
+        failure: _builtins.str = ...,
+        step_time: Global___StepTimeModel | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_load_seconds", b"_load_seconds", "load_seconds", b"load_seconds", "step_time", b"step_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_seconds", b"_load_seconds", "failure", b"failure", "load_seconds", b"load_seconds", "model", b"model", "num_bytes", b"num_bytes", "num_requests", b"num_requests", "num_used_blocks", b"num_used_blocks", "pinned", b"pinned", "place", b"place", "stay_seconds", b"stay_seconds", "step_time", b"step_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__load_seconds: _TypeAlias = _typing.Literal["load_seconds"]  # noqa: Y015
+    _WhichOneofArgType__load_seconds: _TypeAlias = _typing.Literal["_load_seconds", b"_load_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__load_seconds) -> _WhichOneofReturnType__load_seconds | None: ...
+
+Global___ModelState: _TypeAlias = ModelState  # noqa: Y015
+
+@_typing.final
+class DeviceBudget(_message.Message):
+    """Bytes of a device's memory by what they are for; they add up to its budget."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    WORKSPACE_BYTES_FIELD_NUMBER: _builtins.int
+    RESERVE_BYTES_FIELD_NUMBER: _builtins.int
+    weights_bytes: _builtins.int
+    """For weights. Those of all models together may be more, and take turns."""
+    kv_bytes: _builtins.int
+    """For cache pages."""
+    workspace_bytes: _builtins.int
+    """For what steps compute with."""
+    reserve_bytes: _builtins.int
+    """Kept free."""
+    def __init__(
+        self,
+        *,
+        weights_bytes: _builtins.int = ...,
+        kv_bytes: _builtins.int = ...,
+        workspace_bytes: _builtins.int = ...,
+        reserve_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "reserve_bytes", b"reserve_bytes", "weights_bytes", b"weights_bytes", "workspace_bytes", b"workspace_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceBudget: _TypeAlias = DeviceBudget  # noqa: Y015
 
 @_typing.final
 class StepTimeModel(_message.Message):
@@ -1023,6 +1309,8 @@ class AttachResponse(_message.Message):
     REGISTERED_FIELD_NUMBER: _builtins.int
     REVOKE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    MODEL_ACT_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registered(self) -> Global___Registered:
         """The registration stands."""
@@ -1035,22 +1323,116 @@ class AttachResponse(_message.Message):
     def drain(self) -> Global___Drain:
         """An operator has taken it out of service, or put it back."""
 
+    @_builtins.property
+    def model_act(self) -> Global___ModelAct:
+        """Something is to be done with a model's weights. Its outcome comes with a heartbeat."""
+
+    @_builtins.property
+    def pins(self) -> Global___Pins:
+        """Which models operators want pinned here."""
+
     def __init__(
         self,
         *,
         registered: Global___Registered | None = ...,
         revoke: Global___Revoke | None = ...,
         drain: Global___Drain | None = ...,
+        model_act: Global___ModelAct | None = ...,
+        pins: Global___Pins | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "registered", b"registered", "revoke", b"revoke"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "model_act", b"model_act", "pins", b"pins", "registered", b"registered", "revoke", b"revoke"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "registered", b"registered", "revoke", b"revoke"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "model_act", b"model_act", "pins", b"pins", "registered", b"registered", "revoke", b"revoke"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["registered", "revoke", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["registered", "revoke", "drain", "model_act", "pins"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
+class ModelAct(_message.Message):
+    """An act for one model. A worker only says whether it could pin or unpin; whom it pins, Pins says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACT_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    act_id: _builtins.str
+    """Names it in its outcome."""
+    kind: Global___ModelActKind.ValueType
+    """What."""
+    model: _builtins.str
+    """"name@level"."""
+    def __init__(
+        self,
+        *,
+        act_id: _builtins.str = ...,
+        kind: Global___ModelActKind.ValueType = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["act_id", b"act_id", "kind", b"kind", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelAct: _TypeAlias = ModelAct  # noqa: Y015
+
+@_typing.final
+class ModelActOutcome(_message.Message):
+    """What became of an act."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACT_ID_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    WORDS_FIELD_NUMBER: _builtins.int
+    act_id: _builtins.str
+    """As the act had it."""
+    refused: _builtins.bool
+    """It was not done."""
+    words: _builtins.str
+    """What was done, or why nothing was, for people."""
+    def __init__(
+        self,
+        *,
+        act_id: _builtins.str = ...,
+        refused: _builtins.bool = ...,
+        words: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["act_id", b"act_id", "refused", b"refused", "words", b"words"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelActOutcome: _TypeAlias = ModelActOutcome  # noqa: Y015
+
+@_typing.final
+class Pins(_message.Message):
+    """All models that are to be pinned on a worker, beside those of its own settings."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"name@level" of each."""
+
+    def __init__(
+        self,
+        *,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pins: _TypeAlias = Pins  # noqa: Y015
 
 @_typing.final
 class Registered(_message.Message):

@@ -40,6 +40,11 @@ class SchedulerServiceStub:
                 request_serializer=forebay_dot_v1_dot_scheduler__pb2.PlaceRequest.SerializeToString,
                 response_deserializer=forebay_dot_v1_dot_scheduler__pb2.PlaceResponse.FromString,
                 _registered_method=True)
+        self.Reserve = channel.unary_unary(
+                '/forebay.v1.SchedulerService/Reserve',
+                request_serializer=forebay_dot_v1_dot_scheduler__pb2.ReserveRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_scheduler__pb2.ReserveResponse.FromString,
+                _registered_method=True)
         self.Claim = channel.unary_unary(
                 '/forebay.v1.SchedulerService/Claim',
                 request_serializer=forebay_dot_v1_dot_scheduler__pb2.ClaimRequest.SerializeToString,
@@ -65,6 +70,11 @@ class SchedulerServiceStub:
                 request_serializer=forebay_dot_v1_dot_scheduler__pb2.GetOrgRequest.SerializeToString,
                 response_deserializer=forebay_dot_v1_dot_scheduler__pb2.GetOrgResponse.FromString,
                 _registered_method=True)
+        self.NoteRefusal = channel.unary_unary(
+                '/forebay.v1.SchedulerService/NoteRefusal',
+                request_serializer=forebay_dot_v1_dot_scheduler__pb2.NoteRefusalRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_scheduler__pb2.NoteRefusalResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -79,6 +89,14 @@ class SchedulerServiceServicer:
         INVALID_ARGUMENT: no worker could ever hold it; or, with the reason QUARANTINED, workers die of it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
         concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
         ABORTED with the reason SUPERSEDED: a newer stream, or a newer try under the same idempotency key, has the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reserve(self, request, context):
+        """Takes the quota of several tickets of one request, or of none: what is refused has taken nothing. Each is placed by a Place of its own, within 5 s, or
+        refunded. Refuses as Place does. Idempotent by request ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +138,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def NoteRefusal(self, request, context):
+        """Writes down that an act was refused to somebody who is no operator: for the audit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -127,6 +152,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Place,
                     request_deserializer=forebay_dot_v1_dot_scheduler__pb2.PlaceRequest.FromString,
                     response_serializer=forebay_dot_v1_dot_scheduler__pb2.PlaceResponse.SerializeToString,
+            ),
+            'Reserve': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reserve,
+                    request_deserializer=forebay_dot_v1_dot_scheduler__pb2.ReserveRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_scheduler__pb2.ReserveResponse.SerializeToString,
             ),
             'Claim': grpc.unary_unary_rpc_method_handler(
                     servicer.Claim,
@@ -152,6 +182,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetOrg,
                     request_deserializer=forebay_dot_v1_dot_scheduler__pb2.GetOrgRequest.FromString,
                     response_serializer=forebay_dot_v1_dot_scheduler__pb2.GetOrgResponse.SerializeToString,
+            ),
+            'NoteRefusal': grpc.unary_unary_rpc_method_handler(
+                    servicer.NoteRefusal,
+                    request_deserializer=forebay_dot_v1_dot_scheduler__pb2.NoteRefusalRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_scheduler__pb2.NoteRefusalResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -182,6 +217,33 @@ class SchedulerService:
             '/forebay.v1.SchedulerService/Place',
             forebay_dot_v1_dot_scheduler__pb2.PlaceRequest.SerializeToString,
             forebay_dot_v1_dot_scheduler__pb2.PlaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reserve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.SchedulerService/Reserve',
+            forebay_dot_v1_dot_scheduler__pb2.ReserveRequest.SerializeToString,
+            forebay_dot_v1_dot_scheduler__pb2.ReserveResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -317,6 +379,33 @@ class SchedulerService:
             '/forebay.v1.SchedulerService/GetOrg',
             forebay_dot_v1_dot_scheduler__pb2.GetOrgRequest.SerializeToString,
             forebay_dot_v1_dot_scheduler__pb2.GetOrgResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NoteRefusal(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.v1.SchedulerService/NoteRefusal',
+            forebay_dot_v1_dot_scheduler__pb2.NoteRefusalRequest.SerializeToString,
+            forebay_dot_v1_dot_scheduler__pb2.NoteRefusalResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,10 @@ class SchedulerServiceStub:
     concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
     ABORTED with the reason SUPERSEDED: a newer stream, or a newer try under the same idempotency key, has the request.
     """
+    Reserve: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReserveRequest, _scheduler_pb2.ReserveResponse]
+    """Takes the quota of several tickets of one request, or of none: what is refused has taken nothing. Each is placed by a Place of its own, within 5 s, or
+    refunded. Refuses as Place does. Idempotent by request ids.
+    """
     Claim: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ClaimRequest, _scheduler_pb2.ClaimResponse]
     """Begins a request under its caller's idempotency key, or a further try of the one that has it. Each call is a try, and the newest is the one
     that counts. INVALID_ARGUMENT with the reason IDEMPOTENCY_KEY_REUSED: the key stands for another request.
@@ -54,6 +58,8 @@ class SchedulerServiceStub:
     """Whose API key this is. UNAUTHENTICATED: none's, revoked or expired. Answers may be kept for some seconds."""
     GetOrg: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetOrgRequest, _scheduler_pb2.GetOrgResponse]
     """What an org was promised; an org that no policy names has the default tier's. Answers may be kept for some seconds."""
+    NoteRefusal: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.NoteRefusalRequest, _scheduler_pb2.NoteRefusalResponse]
+    """Writes down that an act was refused to somebody who is no operator: for the audit."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -69,6 +75,10 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
     ABORTED with the reason SUPERSEDED: a newer stream, or a newer try under the same idempotency key, has the request.
     """
+    Reserve: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReserveRequest, _scheduler_pb2.ReserveResponse]  # type: ignore[assignment]
+    """Takes the quota of several tickets of one request, or of none: what is refused has taken nothing. Each is placed by a Place of its own, within 5 s, or
+    refunded. Refuses as Place does. Idempotent by request ids.
+    """
     Claim: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ClaimRequest, _scheduler_pb2.ClaimResponse]  # type: ignore[assignment]
     """Begins a request under its caller's idempotency key, or a further try of the one that has it. Each call is a try, and the newest is the one
     that counts. INVALID_ARGUMENT with the reason IDEMPOTENCY_KEY_REUSED: the key stands for another request.
@@ -81,6 +91,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """Whose API key this is. UNAUTHENTICATED: none's, revoked or expired. Answers may be kept for some seconds."""
     GetOrg: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetOrgRequest, _scheduler_pb2.GetOrgResponse]  # type: ignore[assignment]
     """What an org was promised; an org that no policy names has the default tier's. Answers may be kept for some seconds."""
+    NoteRefusal: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.NoteRefusalRequest, _scheduler_pb2.NoteRefusalResponse]  # type: ignore[assignment]
+    """Writes down that an act was refused to somebody who is no operator: for the audit."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Where and when. Any number of schedulers share one Redis; a caller may use any of them and change between calls."""
@@ -98,6 +110,16 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT: no worker could ever hold it; or, with the reason QUARANTINED, workers die of it. RESOURCE_EXHAUSTED + QuotaFailure + RetryInfo + QuotaState: over the org's quota or
         concurrency; nothing was taken from any bucket. PERMISSION_DENIED: the model is not the org's.
         ABORTED with the reason SUPERSEDED: a newer stream, or a newer try under the same idempotency key, has the request.
+        """
+
+    @_abc_1.abstractmethod
+    def Reserve(
+        self,
+        request: _scheduler_pb2.ReserveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ReserveResponse, _abc.Awaitable[_scheduler_pb2.ReserveResponse]]:
+        """Takes the quota of several tickets of one request, or of none: what is refused has taken nothing. Each is placed by a Place of its own, within 5 s, or
+        refunded. Refuses as Place does. Idempotent by request ids.
         """
 
     @_abc_1.abstractmethod
@@ -141,5 +163,13 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.GetOrgResponse, _abc.Awaitable[_scheduler_pb2.GetOrgResponse]]:
         """What an org was promised; an org that no policy names has the default tier's. Answers may be kept for some seconds."""
+
+    @_abc_1.abstractmethod
+    def NoteRefusal(
+        self,
+        request: _scheduler_pb2.NoteRefusalRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.NoteRefusalResponse, _abc.Awaitable[_scheduler_pb2.NoteRefusalResponse]]:
+        """Writes down that an act was refused to somebody who is no operator: for the audit."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ from forebay.v1 import explain_pb2 as forebay_dot_v1_dot_explain__pb2
 from forebay.v1 import types_pb2 as forebay_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x66orebay/v1/worker.proto\x12\nforebay.v1\x1a\x18\x66orebay/v1/explain.proto\x1a\x16\x66orebay/v1/types.proto\"\xbc\x03\n\x1cWorkerServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0b\n\x03org\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rmodel_version\x18\x06 \x01(\t\x12/\n\rlatency_class\x18\x07 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\t \x03(\x05\x12,\n\x08sampling\x18\n \x01(\x0b\x32\x1a.forebay.v1.SamplingParams\x12\'\n\tdelivered\x18\x0b \x03(\x0b\x32\x14.forebay.v1.TokenIds\x12\x18\n\x10\x66inished_choices\x18\x0c \x03(\x05\x12\x1b\n\x13ttft_target_seconds\x18\r \x01(\x01\x12\x1b\n\x13tpot_target_seconds\x18\x0e \x01(\x01\x12\x16\n\x0ewaited_seconds\x18\x0f \x01(\x01\x12\x0f\n\x07suspect\x18\x10 \x01(\x08\"\xf1\x01\n\x19WorkerServiceEmbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0b\n\x03org\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rmodel_version\x18\x06 \x01(\t\x12/\n\rlatency_class\x18\x07 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12$\n\x06inputs\x18\x08 \x03(\x0b\x32\x14.forebay.v1.TokenIds\x12\x12\n\ndimensions\x18\t \x01(\x05\"\xc5\x01\n\x1aWorkerServiceEmbedResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.forebay.v1.AcceptedH\x00\x12&\n\x07vectors\x18\x02 \x01(\x0b\x32\x13.forebay.v1.VectorsH\x00\x12 \n\x04ping\x18\x03 \x01(\x0b\x32\x10.forebay.v1.PingH\x00\x12*\n\tcompleted\x18\x04 \x01(\x0b\x32\x15.forebay.v1.CompletedH\x00\x42\x07\n\x05\x65vent\"*\n\x07Vectors\x12\x0f\n\x07indexes\x18\x01 \x03(\x05\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"\xcb\x01\n\x1dWorkerServiceGenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.forebay.v1.AcceptedH\x00\x12)\n\x06\x64\x65ltas\x18\x02 \x01(\x0b\x32\x17.forebay.v1.TokenDeltasH\x00\x12 \n\x04ping\x18\x03 \x01(\x0b\x32\x10.forebay.v1.PingH\x00\x12*\n\tcompleted\x18\x04 \x01(\x0b\x32\x15.forebay.v1.CompletedH\x00\x42\x07\n\x05\x65vent\"\x1f\n\x08\x41\x63\x63\x65pted\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"x\n\x0bTokenDeltas\x12&\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x16.forebay.v1.TokenDelta\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\x05\x12&\n\x08timeline\x18\x03 \x01(\x0b\x32\x14.forebay.v1.Timeline\"\x91\x02\n\nTokenDelta\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\x05\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.forebay.v1.PositionLogprobs\x12\x35\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1c.forebay.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.forebay.v1.FinishReason\x12\x10\n\x08verdicts\x18\x07 \x01(\x0c\x12\x18\n\x10grammar_complete\x18\x08 \x01(\x08\"\x17\n\x04Ping\x12\x0f\n\x07waiting\x18\x01 \x01(\x08\"U\n\tCompleted\x12 \n\x05usage\x18\x01 \x01(\x0b\x32\x11.forebay.v1.Usage\x12&\n\x08timeline\x18\x02 \x01(\x0b\x32\x14.forebay.v1.Timeline2\xcc\x01\n\rWorkerService\x12\x61\n\x08Generate\x12(.forebay.v1.WorkerServiceGenerateRequest\x1a).forebay.v1.WorkerServiceGenerateResponse0\x01\x12X\n\x05\x45mbed\x12%.forebay.v1.WorkerServiceEmbedRequest\x1a&.forebay.v1.WorkerServiceEmbedResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x66orebay/v1/worker.proto\x12\nforebay.v1\x1a\x18\x66orebay/v1/explain.proto\x1a\x16\x66orebay/v1/types.proto\"\xe4\x03\n\x1cWorkerServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0b\n\x03org\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rmodel_version\x18\x06 \x01(\t\x12/\n\rlatency_class\x18\x07 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\t \x03(\x05\x12,\n\x08sampling\x18\n \x01(\x0b\x32\x1a.forebay.v1.SamplingParams\x12\'\n\tdelivered\x18\x0b \x03(\x0b\x32\x14.forebay.v1.TokenIds\x12\x18\n\x10\x66inished_choices\x18\x0c \x03(\x05\x12\x1b\n\x13ttft_target_seconds\x18\r \x01(\x01\x12\x1b\n\x13tpot_target_seconds\x18\x0e \x01(\x01\x12\x16\n\x0ewaited_seconds\x18\x0f \x01(\x01\x12\x0f\n\x07suspect\x18\x10 \x01(\x08\x12&\n\x08\x64\x65livery\x18\x11 \x01(\x0b\x32\x14.forebay.v1.Delivery\"0\n\x08\x44\x65livery\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\x04\"S\n\x1dWorkerServiceSubscribeRequest\x12\x11\n\tnum_taken\x18\x01 \x01(\x04\x12\x0e\n\x06paused\x18\x02 \x03(\x04\x12\x0f\n\x07resumed\x18\x03 \x03(\x04\"F\n\x1eWorkerServiceSubscribeResponse\x12$\n\x04news\x18\x01 \x03(\x0b\x32\x16.forebay.v1.StreamNews\"Y\n\nStreamNews\x12\x0e\n\x06stream\x18\x01 \x01(\x04\x12;\n\x08response\x18\x02 \x01(\x0b\x32).forebay.v1.WorkerServiceGenerateResponse\"\xf1\x01\n\x19WorkerServiceEmbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0b\n\x03org\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rmodel_version\x18\x06 \x01(\t\x12/\n\rlatency_class\x18\x07 \x01(\x0e\x32\x18.forebay.v1.LatencyClass\x12$\n\x06inputs\x18\x08 \x03(\x0b\x32\x14.forebay.v1.TokenIds\x12\x12\n\ndimensions\x18\t \x01(\x05\"\xc5\x01\n\x1aWorkerServiceEmbedResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.forebay.v1.AcceptedH\x00\x12&\n\x07vectors\x18\x02 \x01(\x0b\x32\x13.forebay.v1.VectorsH\x00\x12 \n\x04ping\x18\x03 \x01(\x0b\x32\x10.forebay.v1.PingH\x00\x12*\n\tcompleted\x18\x04 \x01(\x0b\x32\x15.forebay.v1.CompletedH\x00\x42\x07\n\x05\x65vent\"*\n\x07Vectors\x12\x0f\n\x07indexes\x18\x01 \x03(\x05\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"\xcb\x01\n\x1dWorkerServiceGenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.forebay.v1.AcceptedH\x00\x12)\n\x06\x64\x65ltas\x18\x02 \x01(\x0b\x32\x17.forebay.v1.TokenDeltasH\x00\x12 \n\x04ping\x18\x03 \x01(\x0b\x32\x10.forebay.v1.PingH\x00\x12*\n\tcompleted\x18\x04 \x01(\x0b\x32\x15.forebay.v1.CompletedH\x00\x42\x07\n\x05\x65vent\"\x1f\n\x08\x41\x63\x63\x65pted\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"x\n\x0bTokenDeltas\x12&\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x16.forebay.v1.TokenDelta\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\x05\x12&\n\x08timeline\x18\x03 \x01(\x0b\x32\x14.forebay.v1.Timeline\"\x91\x02\n\nTokenDelta\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\x05\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.forebay.v1.PositionLogprobs\x12\x35\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1c.forebay.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.forebay.v1.FinishReason\x12\x10\n\x08verdicts\x18\x07 \x01(\x0c\x12\x18\n\x10grammar_complete\x18\x08 \x01(\x08\"\x17\n\x04Ping\x12\x0f\n\x07waiting\x18\x01 \x01(\x08\"U\n\tCompleted\x12 \n\x05usage\x18\x01 \x01(\x0b\x32\x11.forebay.v1.Usage\x12&\n\x08timeline\x18\x02 \x01(\x0b\x32\x14.forebay.v1.Timeline2\xb4\x02\n\rWorkerService\x12\x61\n\x08Generate\x12(.forebay.v1.WorkerServiceGenerateRequest\x1a).forebay.v1.WorkerServiceGenerateResponse0\x01\x12\x66\n\tSubscribe\x12).forebay.v1.WorkerServiceSubscribeRequest\x1a*.forebay.v1.WorkerServiceSubscribeResponse(\x01\x30\x01\x12X\n\x05\x45mbed\x12%.forebay.v1.WorkerServiceEmbedRequest\x1a&.forebay.v1.WorkerServiceEmbedResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,25 +34,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forebay.v1.worker_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERSERVICEGENERATEREQUEST']._serialized_start=90
-  _globals['_WORKERSERVICEGENERATEREQUEST']._serialized_end=534
-  _globals['_WORKERSERVICEEMBEDREQUEST']._serialized_start=537
-  _globals['_WORKERSERVICEEMBEDREQUEST']._serialized_end=778
-  _globals['_WORKERSERVICEEMBEDRESPONSE']._serialized_start=781
-  _globals['_WORKERSERVICEEMBEDRESPONSE']._serialized_end=978
-  _globals['_VECTORS']._serialized_start=980
-  _globals['_VECTORS']._serialized_end=1022
-  _globals['_WORKERSERVICEGENERATERESPONSE']._serialized_start=1025
-  _globals['_WORKERSERVICEGENERATERESPONSE']._serialized_end=1228
-  _globals['_ACCEPTED']._serialized_start=1230
-  _globals['_ACCEPTED']._serialized_end=1261
-  _globals['_TOKENDELTAS']._serialized_start=1263
-  _globals['_TOKENDELTAS']._serialized_end=1383
-  _globals['_TOKENDELTA']._serialized_start=1386
-  _globals['_TOKENDELTA']._serialized_end=1659
-  _globals['_PING']._serialized_start=1661
-  _globals['_PING']._serialized_end=1684
-  _globals['_COMPLETED']._serialized_start=1686
-  _globals['_COMPLETED']._serialized_end=1771
-  _globals['_WORKERSERVICE']._serialized_start=1774
-  _globals['_WORKERSERVICE']._serialized_end=1978
+  _globals['_WORKERSERVICEGENERATEREQUEST']._serialized_end=574
+  _globals['_DELIVERY']._serialized_start=576
+  _globals['_DELIVERY']._serialized_end=624
+  _globals['_WORKERSERVICESUBSCRIBEREQUEST']._serialized_start=626
+  _globals['_WORKERSERVICESUBSCRIBEREQUEST']._serialized_end=709
+  _globals['_WORKERSERVICESUBSCRIBERESPONSE']._serialized_start=711
+  _globals['_WORKERSERVICESUBSCRIBERESPONSE']._serialized_end=781
+  _globals['_STREAMNEWS']._serialized_start=783
+  _globals['_STREAMNEWS']._serialized_end=872
+  _globals['_WORKERSERVICEEMBEDREQUEST']._serialized_start=875
+  _globals['_WORKERSERVICEEMBEDREQUEST']._serialized_end=1116
+  _globals['_WORKERSERVICEEMBEDRESPONSE']._serialized_start=1119
+  _globals['_WORKERSERVICEEMBEDRESPONSE']._serialized_end=1316
+  _globals['_VECTORS']._serialized_start=1318
+  _globals['_VECTORS']._serialized_end=1360
+  _globals['_WORKERSERVICEGENERATERESPONSE']._serialized_start=1363
+  _globals['_WORKERSERVICEGENERATERESPONSE']._serialized_end=1566
+  _globals['_ACCEPTED']._serialized_start=1568
+  _globals['_ACCEPTED']._serialized_end=1599
+  _globals['_TOKENDELTAS']._serialized_start=1601
+  _globals['_TOKENDELTAS']._serialized_end=1721
+  _globals['_TOKENDELTA']._serialized_start=1724
+  _globals['_TOKENDELTA']._serialized_end=1997
+  _globals['_PING']._serialized_start=1999
+  _globals['_PING']._serialized_end=2022
+  _globals['_COMPLETED']._serialized_start=2024
+  _globals['_COMPLETED']._serialized_end=2109
+  _globals['_WORKERSERVICE']._serialized_start=2112
+  _globals['_WORKERSERVICE']._serialized_end=2420
 # @@protoc_insertion_point(module_scope)

@@ -42,6 +42,7 @@ class WorkerServiceGenerateRequest(_message.Message):
     TPOT_TARGET_SECONDS_FIELD_NUMBER: _builtins.int
     WAITED_SECONDS_FIELD_NUMBER: _builtins.int
     SUSPECT_FIELD_NUMBER: _builtins.int
+    DELIVERY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     epoch: _builtins.int
@@ -84,6 +85,10 @@ class WorkerServiceGenerateRequest(_message.Message):
     def finished_choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Choices that ended before the move, by index: they are not run again."""
 
+    @_builtins.property
+    def delivery(self) -> Global___Delivery:
+        """Where news shall go. Then the call itself carries its status alone. Unset, or of a subscription that isn't here: all news goes by the call."""
+
     def __init__(
         self,
         *,
@@ -103,14 +108,127 @@ class WorkerServiceGenerateRequest(_message.Message):
         tpot_target_seconds: _builtins.float = ...,
         waited_seconds: _builtins.float = ...,
         suspect: _builtins.bool = ...,
+        delivery: Global___Delivery | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "epoch", b"epoch", "finished_choices", b"finished_choices", "incarnation", b"incarnation", "latency_class", b"latency_class", "model", b"model", "model_version", b"model_version", "org", b"org", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "suspect", b"suspect", "tpot_target_seconds", b"tpot_target_seconds", "ttft_target_seconds", b"ttft_target_seconds", "waited_seconds", b"waited_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "delivery", b"delivery", "epoch", b"epoch", "finished_choices", b"finished_choices", "incarnation", b"incarnation", "latency_class", b"latency_class", "model", b"model", "model_version", b"model_version", "org", b"org", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "suspect", b"suspect", "tpot_target_seconds", b"tpot_target_seconds", "ttft_target_seconds", b"ttft_target_seconds", "waited_seconds", b"waited_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerServiceGenerateRequest: _TypeAlias = WorkerServiceGenerateRequest  # noqa: Y015
+
+@_typing.final
+class Delivery(_message.Message):
+    """A place in a subscription."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    subscription: _builtins.str
+    """The subscription's id."""
+    stream: _builtins.int
+    """Names the request in it; a gateway uses each number once."""
+    def __init__(
+        self,
+        *,
+        subscription: _builtins.str = ...,
+        stream: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stream", b"stream", "subscription", b"subscription"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Delivery: _TypeAlias = Delivery  # noqa: Y015
+
+@_typing.final
+class WorkerServiceSubscribeRequest(_message.Message):
+    """What a gateway says of a subscription."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TAKEN_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    num_taken: _builtins.int
+    """How many responses it has taken so far, the first, empty one included."""
+    @_builtins.property
+    def paused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Streams whose reader is slow: nothing more of them until they are resumed."""
+
+    @_builtins.property
+    def resumed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Streams that go on."""
+
+    def __init__(
+        self,
+        *,
+        num_taken: _builtins.int = ...,
+        paused: _abc.Iterable[_builtins.int] | None = ...,
+        resumed: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_taken", b"num_taken", "paused", b"paused", "resumed", b"resumed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerServiceSubscribeRequest: _TypeAlias = WorkerServiceSubscribeRequest  # noqa: Y015
+
+@_typing.final
+class WorkerServiceSubscribeResponse(_message.Message):
+    """News of some requests of a subscription."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def news(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamNews]:
+        """In each stream's order; a stream may come more than once."""
+
+    def __init__(
+        self,
+        *,
+        news: _abc.Iterable[Global___StreamNews] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["news", b"news"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerServiceSubscribeResponse: _TypeAlias = WorkerServiceSubscribeResponse  # noqa: Y015
+
+@_typing.final
+class StreamNews(_message.Message):
+    """News of one of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    stream: _builtins.int
+    """Which."""
+    @_builtins.property
+    def response(self) -> Global___WorkerServiceGenerateResponse:
+        """What Generate would have said."""
+
+    def __init__(
+        self,
+        *,
+        stream: _builtins.int = ...,
+        response: Global___WorkerServiceGenerateResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["response", b"response", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamNews: _TypeAlias = StreamNews  # noqa: Y015
 
 @_typing.final
 class WorkerServiceEmbedRequest(_message.Message):

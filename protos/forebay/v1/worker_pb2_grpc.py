@@ -40,6 +40,11 @@ class WorkerServiceStub:
                 request_serializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceGenerateRequest.SerializeToString,
                 response_deserializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceGenerateResponse.FromString,
                 _registered_method=True)
+        self.Subscribe = channel.stream_stream(
+                '/forebay.v1.WorkerService/Subscribe',
+                request_serializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceSubscribeRequest.SerializeToString,
+                response_deserializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceSubscribeResponse.FromString,
+                _registered_method=True)
         self.Embed = channel.unary_stream(
                 '/forebay.v1.WorkerService/Embed',
                 request_serializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceEmbedRequest.SerializeToString,
@@ -54,6 +59,15 @@ class WorkerServiceServicer:
     def Generate(self, request, context):
         """Runs a leased request to its end. Cancelling the call frees its blocks. The first message is Accepted; a Ping comes in
         every second without other news. RESOURCE_EXHAUSTED: no room after all, place again. FAILED_PRECONDITION: stale epoch or incarnation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Subscribe(self, request_iterator, context):
+        """Carries the news of many requests, so that a step's news of all of them is one message. A gateway opens it with metadata `subscription`,
+        an id of its own making, and names it in its Generate calls. The first response is empty: the subscription stands. A worker sends at most
+        two responses that the gateway hasn't said to have taken. Where it breaks, the requests that it carried end with UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,6 +88,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceGenerateRequest.FromString,
                     response_serializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceGenerateResponse.SerializeToString,
+            ),
+            'Subscribe': grpc.stream_stream_rpc_method_handler(
+                    servicer.Subscribe,
+                    request_deserializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceSubscribeRequest.FromString,
+                    response_serializer=forebay_dot_v1_dot_worker__pb2.WorkerServiceSubscribeResponse.SerializeToString,
             ),
             'Embed': grpc.unary_stream_rpc_method_handler(
                     servicer.Embed,
@@ -109,6 +128,33 @@ class WorkerService:
             '/forebay.v1.WorkerService/Generate',
             forebay_dot_v1_dot_worker__pb2.WorkerServiceGenerateRequest.SerializeToString,
             forebay_dot_v1_dot_worker__pb2.WorkerServiceGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Subscribe(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/forebay.v1.WorkerService/Subscribe',
+            forebay_dot_v1_dot_worker__pb2.WorkerServiceSubscribeRequest.SerializeToString,
+            forebay_dot_v1_dot_worker__pb2.WorkerServiceSubscribeResponse.FromString,
             options,
             channel_credentials,
             insecure,

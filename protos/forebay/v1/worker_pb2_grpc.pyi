@@ -37,6 +37,11 @@ class WorkerServiceStub:
     """Runs a leased request to its end. Cancelling the call frees its blocks. The first message is Accepted; a Ping comes in
     every second without other news. RESOURCE_EXHAUSTED: no room after all, place again. FAILED_PRECONDITION: stale epoch or incarnation.
     """
+    Subscribe: _grpc.StreamStreamMultiCallable[_worker_pb2.WorkerServiceSubscribeRequest, _worker_pb2.WorkerServiceSubscribeResponse]
+    """Carries the news of many requests, so that a step's news of all of them is one message. A gateway opens it with metadata `subscription`,
+    an id of its own making, and names it in its Generate calls. The first response is empty: the subscription stands. A worker sends at most
+    two responses that the gateway hasn't said to have taken. Where it breaks, the requests that it carried end with UNAVAILABLE.
+    """
     Embed: _grpc.UnaryStreamMultiCallable[_worker_pb2.WorkerServiceEmbedRequest, _worker_pb2.WorkerServiceEmbedResponse]
     """Turns a leased request's inputs into vectors, as Generate: Accepted, Vectors as they are computed, Completed; a Ping in every second
     without other news; the same refusals.
@@ -50,6 +55,11 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.WorkerServiceGenerateRequest, _worker_pb2.WorkerServiceGenerateResponse]  # type: ignore[assignment]
     """Runs a leased request to its end. Cancelling the call frees its blocks. The first message is Accepted; a Ping comes in
     every second without other news. RESOURCE_EXHAUSTED: no room after all, place again. FAILED_PRECONDITION: stale epoch or incarnation.
+    """
+    Subscribe: _aio.StreamStreamMultiCallable[_worker_pb2.WorkerServiceSubscribeRequest, _worker_pb2.WorkerServiceSubscribeResponse]  # type: ignore[assignment]
+    """Carries the news of many requests, so that a step's news of all of them is one message. A gateway opens it with metadata `subscription`,
+    an id of its own making, and names it in its Generate calls. The first response is empty: the subscription stands. A worker sends at most
+    two responses that the gateway hasn't said to have taken. Where it breaks, the requests that it carried end with UNAVAILABLE.
     """
     Embed: _aio.UnaryStreamMultiCallable[_worker_pb2.WorkerServiceEmbedRequest, _worker_pb2.WorkerServiceEmbedResponse]  # type: ignore[assignment]
     """Turns a leased request's inputs into vectors, as Generate: Accepted, Vectors as they are computed, Completed; a Ping in every second
@@ -67,6 +77,17 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WorkerServiceGenerateResponse], _abc.AsyncIterator[_worker_pb2.WorkerServiceGenerateResponse]]:
         """Runs a leased request to its end. Cancelling the call frees its blocks. The first message is Accepted; a Ping comes in
         every second without other news. RESOURCE_EXHAUSTED: no room after all, place again. FAILED_PRECONDITION: stale epoch or incarnation.
+        """
+
+    @_abc_1.abstractmethod
+    def Subscribe(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.WorkerServiceSubscribeRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.WorkerServiceSubscribeResponse], _abc.AsyncIterator[_worker_pb2.WorkerServiceSubscribeResponse]]:
+        """Carries the news of many requests, so that a step's news of all of them is one message. A gateway opens it with metadata `subscription`,
+        an id of its own making, and names it in its Generate calls. The first response is empty: the subscription stands. A worker sends at most
+        two responses that the gateway hasn't said to have taken. Where it breaks, the requests that it carried end with UNAVAILABLE.
         """
 
     @_abc_1.abstractmethod

@@ -1,12 +1,13 @@
 """What both generating endpoints share: several generations as one stream, its collection into one answer, usage, headers."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.v1 import inference_pb2, types_pb2
+from services.common.errors import StatusError
 from services.gateway.generation import Event
 from services.gateway.request import Generation
 
@@ -23,17 +24,20 @@ REASONS = {
 _MAX_WAITING_EVENTS = 64  # of one answer, between its generations and its reader
 
 Run = Callable[[Generation], AsyncGenerator[Event]]
+Reserve = Callable[[Sequence[Generation]], Awaitable[None]]
 Numbered = tuple[int, Event]
 """An event and the number of the generation (prompt) it belongs to."""
 
 
-async def merged(run: Run, generations: Sequence[Generation]) -> AsyncGenerator[Numbered]:
-    """The events of all generations as they come. The first failure ends them all."""
+async def merged(run: Run, generations: Sequence[Generation], reserve: Reserve | None = None) -> AsyncGenerator[Numbered]:
+    """The events of all generations as they come, once they have their quota together. The first failure ends them all."""
     if len(generations) == 1:
         async with aclosing(run(generations[0])) as events:
             async for event in events:
                 yield 0, event
         return
+    if reserve is not None:
+        await reserve(generations)
     queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(_MAX_WAITING_EVENTS)
 
     async def pump(number: int) -> None:
@@ -53,6 +57,7 @@ async def merged(run: Run, generations: Sequence[Generation]) -> AsyncGenerator[
             if item is None:
                 num_open -= 1
             elif isinstance(item, BaseException):
+                generations[0].siblings.failure = item if isinstance(item, StatusError) else None
                 raise item
             else:
                 yield item

@@ -38,9 +38,8 @@ from services.gateway.http.body import read_json
 from services.gateway.http.structured import grammar_of
 from services.gateway.http.traced import Traced
 from services.gateway.idempotency import HEADER, claimed, one_key
-from services.gateway.metrics import CLASS_NAMES
 from services.gateway.models import Capability, ServedModel
-from services.gateway.request import Admitted, Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens
+from services.gateway.request import Admitted, Envelope, Generation, admit_chat, admit_completion, count_chat_tokens, count_tokens, lowered
 from services.gateway.usage import usage
 from services.gateway.validator import validate_label
 
@@ -114,7 +113,7 @@ class Face:
         envelope = await self._envelope(request, body, caller, echo=echo, names=names)
         generations = await admit_completion(envelope, body.get("prompt"), sampling)
         generations = await claimed(self._gateway.mesh, caller, envelope.idempotency_key, generations)
-        events = merged(self._announced(request, generations), generations)
+        events = merged(self._announced(request, generations), generations, self._generations.reserve)
         if streamed:
             return sse.EventStream(completions.chunks(events, generations, include_usage=include_usage), self._gateway.slow_reader_seconds)
         answer = await sse.until_disconnect(request.receive, collected(events, generations))
@@ -241,6 +240,7 @@ class Face:
             echo=echo,
             max_tokens_cap=self._gateway.max_tokens_cap,
             received_at=request.state.received_at,
+            check_queue=self._gateway.mesh.full_queues.check,
             names={"label": "x-request-id", **(names or {})},
         )
 
@@ -253,10 +253,13 @@ class Face:
         """The answer's headers name the requests; once there is a lease, which the result is to hear of, also where the quota stands."""
         headers, first = edge.of(request), admitted[0]
         headers["x-forebay-request-id"] = ",".join(one.request_id for one in admitted)
-        headers["x-forebay-class"] = CLASS_NAMES[first.latency_class]
-        if first.lowered_from:
-            headers["x-forebay-class-lowered-from"] = CLASS_NAMES[first.lowered_from]
-        return lambda lease: headers.update(ratelimit.headers(lease.quota))
+        headers.update(head.of_class(first))
+
+        def leased(lease: scheduler_pb2.Lease) -> None:
+            headers.update(head.of_class(lowered(first, lease)))
+            headers.update(ratelimit.headers(lease.quota))
+
+        return leased
 
 
 def _json(value: Mapping[str, Any], status: int = 200) -> Response:

@@ -63,7 +63,7 @@ def whole(generation: Generation, answer: Answer) -> dict[str, Any]:
         for index, choice in enumerate(answer.choices)
     ]
     return {
-        **_head(generation, "chat.completion", answer.started.system_fingerprint),
+        **_head(generation, "chat.completion", answer.started),
         "choices": choices,
         "usage": usage_object(answer.usage),
     }
@@ -92,7 +92,7 @@ async def chunks(events: AsyncGenerator[Numbered], generation: Generation, *, in
     async with aclosing(events):
         async for _, event in events:
             if isinstance(event, inference_pb2.Started):
-                head = _head(generation, "chat.completion.chunk", event.system_fingerprint)
+                head = _head(generation, "chat.completion.chunk", event)
                 if include_usage:
                     head["usage"] = None
                 for index in range(generation.sampling.n):
@@ -128,12 +128,12 @@ def _call_piece(piece: inference_pb2.ToolCallDelta) -> dict[str, Any]:
     return {"index": piece.index, "function": {"arguments": piece.arguments}}
 
 
-def _head(generation: Generation, kind: str, fingerprint: str) -> dict[str, Any]:
+def _head(generation: Generation, kind: str, started: inference_pb2.Started) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{generation.request_id}",
         "object": kind,
         "created": int(generation.created),
         "model": generation.model.name,
-        "service_tier": TIERS.get(generation.latency_class, TIERS[types_pb2.LATENCY_CLASS_STANDARD]),
-        "system_fingerprint": fingerprint,
+        "service_tier": TIERS.get(started.latency_class, TIERS[types_pb2.LATENCY_CLASS_STANDARD]),
+        "system_fingerprint": started.system_fingerprint,
     }

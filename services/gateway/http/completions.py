@@ -37,7 +37,7 @@ def whole(generations: Sequence[Generation], answer: Answer) -> dict[str, Any]:
         }
         for index, choice in enumerate(answer.choices)
     ]
-    return {**_head(generations[0], answer.started.system_fingerprint), "choices": choices, "usage": usage_object(answer.usage)}
+    return {**_head(generations[0], answer.started), "choices": choices, "usage": usage_object(answer.usage)}
 
 
 async def chunks(events: AsyncGenerator[Numbered], generations: Sequence[Generation], *, include_usage: bool) -> AsyncGenerator[bytes]:
@@ -55,7 +55,7 @@ async def chunks(events: AsyncGenerator[Numbered], generations: Sequence[Generat
         async for number, event in events:
             first = number * n
             if isinstance(event, inference_pb2.Started):
-                head = head or _head(generations[0], event.system_fingerprint, usage=include_usage)
+                head = head or _head(generations[0], event, usage=include_usage)
             elif isinstance(event, inference_pb2.Delta):
                 for index in range(first, first + n) if event.prompt_logprobs else ():
                     yield chunk(index, "", event.prompt_logprobs)
@@ -74,13 +74,13 @@ def _with_logprobs(generation: Generation) -> bool:
     return generation.sampling.logprobs is not None or generation.sampling.prompt_logprobs is not None
 
 
-def _head(generation: Generation, fingerprint: str, *, usage: bool = False) -> dict[str, Any]:
+def _head(generation: Generation, started: inference_pb2.Started, *, usage: bool = False) -> dict[str, Any]:
     head: dict[str, Any] = {
         "id": f"cmpl-{generation.request_id}",
         "object": "text_completion",
         "created": int(generation.created),
         "model": generation.model.name,
-        "service_tier": TIERS.get(generation.latency_class, TIERS[types_pb2.LATENCY_CLASS_STANDARD]),
-        "system_fingerprint": fingerprint,
+        "service_tier": TIERS.get(started.latency_class, TIERS[types_pb2.LATENCY_CLASS_STANDARD]),
+        "system_fingerprint": started.system_fingerprint,
     }
     return {**head, "usage": None} if usage else head

@@ -1,4 +1,4 @@
-"""What a request says beside its body: class, deadline, and whole numbers of its query."""
+"""What a request says beside its body: class, deadline, and whole numbers of its query; and what its answer says of its class."""
 
 import math
 import re
@@ -9,6 +9,8 @@ from starlette.requests import Request
 
 from services.common.errors import invalid
 from services.gateway.latency import UNSPECIFIED, LatencyClass, latency_class
+from services.gateway.metrics import CLASS_NAMES
+from services.gateway.request import Admitted
 
 MAX_DEADLINE_SECONDS = 86_400.0
 _WHOLE = re.compile(r"[0-9]{1,4}")
@@ -45,3 +47,9 @@ def whole(request: Request, name: str, default: int, most: int) -> int:
     if not _WHOLE.fullmatch(text) or not 1 <= int(text) <= most:
         raise invalid(name, f"{name} is {text[:32]!a}: it must be a whole number, 1 to {most}")
     return int(text)
+
+
+def of_class(request: Admitted) -> dict[str, str]:
+    """The answer's headers that say which class a request has, and from which it was lowered."""
+    headers = {"x-forebay-class": CLASS_NAMES[request.latency_class]}
+    return headers | {"x-forebay-class-lowered-from": CLASS_NAMES[request.lowered_from]} if request.lowered_from else headers

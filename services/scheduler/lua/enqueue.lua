@@ -55,9 +55,12 @@ elseif t and t.state == 'ended' and t.reason == 'quarantined' then
   return {'quarantined'}
 elseif t and t.reason == 'shed' and known > 0 then
   return {'shed', most}  -- Its stream has not heard of it.
-elseif known == 0 and is_first and (not t or t.reason == 'shed' or runs_again) then
+elseif known == 0 and is_first and (not t or t.state == 'reserved' or t.reason == 'shed' or runs_again) then
   depth, fits, victim = find_room()
-  if not fits then return {'full', depth} end
+  if not fits then
+    if t and t.state == 'reserved' then release(t) end
+    return {'full', depth}
+  end
 end
 
 local order, enqueued = t and t.order, t and t.enqueued
@@ -76,11 +79,17 @@ if not order then
   if known == 0 then redis.call('SET', K.order, int(order)) end
 end
 if runs_again then redis.call('HSET', KEYS[1], 'charged_requests', 0, 'charged_tokens', 0) end  -- It is billed once, but is work again.
-local state, short, wait = reserve(id, org, quota, not is_first or known > 0 or is_new_try and not runs_again)
+local state, short, wait = reserve(org, quota, {{id, quota.tokens}}, not is_first or known > 0 or is_new_try and not runs_again)
 if short then return {'over', state, short, wait} end
 if victim then
   drop(read_ticket(victim), 'shed')
   publish({event = 'shed', request_id = victim, depth = depth})  -- Heard by all, by the one who asks here too.
+end
+
+-- Its org's ceiling has moved since the first call, and with it the class: it goes on in another queue.
+if t and t.state == 'queued' and t.queue ~= queue then
+  dequeue(t)
+  t.state = 'moved'
 end
 
 enqueued = enqueued or (known > 0 and math.min(NOW, math.floor(known / 1000))) or NOW

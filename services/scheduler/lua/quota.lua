@@ -76,29 +76,43 @@ local function charge(id, org, debts, wanted)
   redis.call('HSET', K.ticket .. id, 'charged_requests', int(wanted.requests), 'charged_tokens', int(wanted.tokens))
 end
 
--- Takes a request and its tokens from both buckets and a place among the org's live tickets, or nothing at all. What the ticket holds already
--- isn't taken again. `forced`: it is running or has a place in the queue, so it is taken whatever there is.
--- quota: {tokens: to reserve, live: most tickets or 0, limits: see debts_under}
+-- Takes a request and its tokens for each of some tickets from both buckets, and places among the org's live tickets; or nothing at all. What they hold
+-- already isn't taken again. `forced`: they are running or have a place in the queue, so it is taken whatever there is.
+-- quota: {live: most tickets or 0, limits: see debts_under}; wants: list of {id, tokens}
 -- Returns the state, and unless it was taken: the kinds that stood in the way, and ms until the buckets have enough.
-local function reserve(id, org, quota, forced)
-  local debts, held, wanted = debts_under(org, quota.limits), charged(id), {requests = 1, tokens = quota.tokens}
+local function reserve(org, quota, wants, forced)
+  local debts, live, more, newcomers = debts_under(org, quota.limits), K.live .. org, {requests = 0, tokens = 0}, 0
+  for _, want in ipairs(wants) do
+    local held = charged(want[1])
+    more.requests, more.tokens = more.requests + 1 - held.requests, more.tokens + want[2] - held.tokens
+    newcomers = newcomers + 1 - redis.call('SISMEMBER', live, want[1])
+  end
   local short, wait = {}, 0
   for _, kind in ipairs(KINDS) do
     local debt = debts[kind]
-    local more = (wanted[kind] - held[kind]) * UNITS
-    local over = debt.units + more - debt.burst * UNITS
-    if debt.rate > 0 and more > 0 and over > 0 then
+    local over = debt.units + (more[kind] - debt.burst) * UNITS
+    if debt.rate > 0 and more[kind] > 0 and over > 0 then
       short[#short + 1] = kind
       wait = math.max(wait, ms_to_regain(debt, over))
     end
   end
-  local live = K.live .. org
-  if quota.live > 0 and redis.call('SISMEMBER', live, id) == 0 and redis.call('SCARD', live) >= quota.live then short[#short + 1] = 'concurrent' end
+  if quota.live > 0 and newcomers > 0 and redis.call('SCARD', live) + newcomers > quota.live then short[#short + 1] = 'concurrent' end
   if #short > 0 and not forced then
     write_debts(org, debts)
     return quota_state(debts), short, wait
   end
-  charge(id, org, debts, wanted)
-  redis.call('SADD', live, id)
+  for _, want in ipairs(wants) do
+    charge(want[1], org, debts, {requests = 1, tokens = want[2]})
+    redis.call('SADD', live, want[1])
+  end
   return quota_state(debts), nil, 0
+end
+
+-- Forgets a ticket that was reserved and never queued, and gives back what it took.
+local function release(t)
+  local org = cjson.decode(t.queue)[3]
+  charge(t.id, org, read_debts(org), {requests = 0, tokens = 0})
+  redis.call('SREM', K.live .. org, t.id)
+  redis.call('ZREM', K.held, t.id)
+  redis.call('DEL', K.ticket .. t.id)
 end

@@ -1,5 +1,5 @@
--- Ends queued tickets whose deadline has passed, and what nobody has spoken for: queued tickets without a Place stream, leases that
--- never started, leases not renewed.
+-- Ends queued tickets whose deadline has passed, and what nobody has spoken for: queued and reserved tickets without a Place stream, leases
+-- that never started, leases not renewed.
 -- Time in which no scheduler swept (Redis or all of them were away, or its clock jumped) is held against nobody.
 -- KEYS: 1 held, 2 starting, 3 running, 4 swept, 5 deadlines
 -- ARGV: ms until 1 a ticket without a stream, 2 a lease that didn't start, 3 a lease not renewed is overdue;
@@ -31,6 +31,7 @@ local function sweep(key, ttl, reason, finish)
 end
 
 local function end_queued(t, reason)
+  if t.state == 'reserved' then release(t) end
   if t.state ~= 'queued' then return false end
   drop(t, reason)
   return true

@@ -1,6 +1,7 @@
 """What a worker says of itself beyond its room: how long its steps take, how warm it is. Plain data."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 SLOWDOWN_CELSIUS = 83.0
 """Where a device that doesn't tell slows itself down: as an H100 does."""
@@ -30,7 +31,7 @@ class NodeState:
     """By its last heartbeat. `step` None: it has seen too few steps. Temperatures None: no sensor.
 
     utilization: share of the last second that it was stepping, 0 .. 1. memory_free: share of its memory, 0 .. 1.
-    suspended: it was in trouble lately; see health.py.
+    suspended: it was in trouble lately; see health.py. absent: models whose weights aren't on the device -> seconds until they would be.
     """
 
     step: StepCost | None = None
@@ -43,6 +44,7 @@ class NodeState:
     slowdown_celsius: float = SLOWDOWN_CELSIUS
     region: str = ""
     suspended: bool = False
+    absent: Mapping[str, float] = field(default_factory=dict)
 
 
 def prefill_rate(node: NodeState, num_sequences: int, num_keys: int) -> float:
@@ -51,6 +53,11 @@ def prefill_rate(node: NodeState, num_sequences: int, num_keys: int) -> float:
         return 0.0
     room = max(1, node.max_step_tokens - num_sequences)
     return room / node.step.seconds(num_sequences + room, num_sequences, num_keys)
+
+
+def full_rate(node: NodeState) -> float:
+    """Tokens per second of steps that are full of prompts: no load brings it more; 0 while it isn't known."""
+    return 0.0 if node.step is None else node.max_step_tokens / node.step.seconds(node.max_step_tokens, 1, 0)
 
 
 def thermal_factor(node: NodeState, foresight_seconds: float = FORESIGHT_SECONDS) -> float:

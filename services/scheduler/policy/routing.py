@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.scheduler.policy.fleet import ServedModel, Worker
-from services.scheduler.policy.node import StepCost, thermal_factor
+from services.scheduler.policy.node import StepCost, full_rate, thermal_factor
 from services.scheduler.policy.order import Ticket
 
 Cost = tuple[float, ...]
@@ -38,6 +38,11 @@ class Offer:
     def num_new_tokens(self) -> int:
         """To compute before its first token. One at least: computing it gives the answer."""
         return max(1, self.ticket.num_prompt_tokens + self.ticket.num_delivered_tokens - self.num_found_tokens)
+
+    @property
+    def weights_seconds(self) -> float:
+        """Until the model's weights are on the device; 0: they are. What others there bring meanwhile isn't known."""
+        return self.worker.node.absent.get(self.ticket.model, 0.0)
 
     @property
     def num_sequences(self) -> int:
@@ -72,20 +77,27 @@ def _lacking(wanted: int, used: int, whole: int) -> float:
 LATER = 1 / 32
 """What a second that is spread over an output counts beside one before the first token: a reader hardly sees it. As found by simulation,
 one number for all traces: with 1 prompts would go to idle slow workers rather than wait a little for a fast one."""
+COLD_TOKENS_PER_SECOND = 1000.0
+"""Of a worker whose step time isn't known yet."""
 
 
 def _seconds(offers: Sequence[Offer]) -> list[Cost]:
     """While a worker's step time isn't known: prompt tokens to compute times the sequences that they hold up."""
     if any(offer.worker.node.step is None for offer in offers):
         return [
-            (*displaced(o), (o.backlog_tokens + o.num_new_tokens) * (o.num_sequences + 1.0), o.distance_seconds, 0.0, 0.0, 0.0, 0.0, 0.0)
-            for o in offers
+            (*displaced(offer), *_in_tokens(offer), 0.0, offer.weights_seconds, 0.0, 0.0, 0.0, offer.distance_seconds) for offer in offers
         ]
     return [_in_seconds(offer, offer.worker.node.step) for offer in offers if offer.worker.node.step is not None]
 
 
+def _in_tokens(offer: Offer) -> Cost:
+    """(tokens, with those that could be computed while weights come; seconds)"""
+    tokens = (offer.backlog_tokens + offer.num_new_tokens) * (offer.num_sequences + 1.0)
+    return tokens + COLD_TOKENS_PER_SECOND * offer.weights_seconds, offer.weights_seconds + offer.distance_seconds
+
+
 def _in_seconds(offer: Offer, step: StepCost) -> Cost:
-    """Queue and prefill until its first token, load until its last one, and what both make the others wait."""
+    """Queue, weights and prefill until its first token, load until its last one, and what both make the others wait."""
     node, num_others = offer.worker.node, offer.num_sequences
     factor, num_new, num_output = thermal_factor(node), offer.num_new_tokens, offer.num_expected_tokens
     length = offer.ticket.num_prompt_tokens + offer.ticket.num_delivered_tokens
@@ -97,20 +109,19 @@ def _in_seconds(offer: Offer, step: StepCost) -> Cost:
     one_more = step.seconds(1, 1, length + num_output / 2) - step.fixed
     load = LATER * num_output * (decoding + one_more) / factor
     slowdown = LATER * num_others * (own + num_output * one_more) / factor
-    total = queue + prefill + load + slowdown + offer.distance_seconds
-    return *displaced(offer), 0.0, total, queue, prefill, load, slowdown, offer.distance_seconds
+    weights = offer.weights_seconds
+    total = queue + weights + prefill + load + slowdown + offer.distance_seconds
+    return *displaced(offer), 0.0, total, queue, weights, prefill, load, slowdown, offer.distance_seconds
 
 
 # --- the paper's rule
 
 UTILIZATION_SECONDS = 0.5
 LEAST_HEALTH = 0.2
-COLD_TOKENS_PER_SECOND = 1000.0
-"""Of a worker whose step time isn't known yet."""
 
 
 def _paper(offers: Sequence[Offer]) -> list[Cost]:
-    """alpha L + beta U, in seconds, as SPEC 4 settles it. gamma's term is none: only workers that have the model loaded are offered.
+    """alpha L + beta U + gamma C_load where the model isn't loaded, in seconds, as SPEC 4 settles it.
 
     A worker that is less healthy than LEAST_HEALTH comes behind all others.
     """
@@ -119,11 +130,11 @@ def _paper(offers: Sequence[Offer]) -> list[Cost]:
 
 def _by_paper(offer: Offer) -> Cost:
     node = offer.worker.node
-    rate = COLD_TOKENS_PER_SECOND if node.step is None else node.max_step_tokens / node.step.seconds(node.max_step_tokens, 1, 0)
+    rate = full_rate(node) or COLD_TOKENS_PER_SECOND
     factor = thermal_factor(node, foresight_seconds=0.0)
     latency = (offer.backlog_tokens + offer.ticket.num_prompt_tokens + offer.num_expected_tokens) / (rate * factor)
     load = UTILIZATION_SECONDS * node.utilization
-    return float(paper_health(offer.worker) < LEAST_HEALTH), latency + load, latency, load
+    return float(paper_health(offer.worker) < LEAST_HEALTH), latency + load + offer.weights_seconds, latency, load, offer.weights_seconds
 
 
 def paper_health(worker: Worker) -> float:
@@ -158,14 +169,24 @@ def _round_robin(offers: Sequence[Offer]) -> list[Cost]:
 _DISPLACED, _LOADS = ("waiting", "preempted"), ("load", "rivals", "cache")
 SECONDS: Routing = Routing(
     "seconds",
-    (*_DISPLACED, "tokens", "seconds", "queue_seconds", "prefill_seconds", "load_seconds", "slowdown_seconds", "network_seconds"),
+    (
+        *_DISPLACED,
+        "tokens",
+        "seconds",
+        "queue_seconds",
+        "weights_seconds",
+        "prefill_seconds",
+        "load_seconds",
+        "slowdown_seconds",
+        "network_seconds",
+    ),
     _seconds,
 )
 ROUTINGS: Mapping[str, Routing] = {
     routing.name: routing
     for routing in (
         SECONDS,
-        Routing("paper", ("unhealthy", "seconds", "latency_seconds", "utilization_seconds"), _paper),
+        Routing("paper", ("unhealthy", "seconds", "latency_seconds", "utilization_seconds", "weights_seconds"), _paper),
         Routing("prefix", (*_DISPLACED, "prefill", *_LOADS), _prefix),
         Routing("least_loaded", (*_DISPLACED, *_LOADS), _least_loaded),
         Routing("round_robin", (*_DISPLACED, "turn"), _round_robin),

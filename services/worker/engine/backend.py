@@ -1,22 +1,28 @@
 """Which decoder computes a model: C++ kernels on the CPU where they are compiled and fit, else torch. Loads it with its cache."""
 
+import contextlib
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from services.worker.engine import loader, packed_file, quantization
 from services.worker.engine.batch import Runner
 from services.worker.engine.config import EngineConfig, ModelConfig
-from services.worker.engine.kernels import library
+from services.worker.engine.kernels import library, packing
 from services.worker.engine.kernels.cache import NativeCache
 from services.worker.engine.kernels.cache import page_bytes as native_page_bytes
 from services.worker.engine.kv_cache import KVCache, page_bytes
 from services.worker.engine.loader import build
 from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.models import native
 from services.worker.engine.models.decoder import Decoder
 from services.worker.engine.models.native import NativeDecoder, unsupported
+from services.worker.engine.packed_file import Packed
 from services.worker.engine.quantization import Weights
 from services.worker.engine.verification import DRAFTING_RULES, RULES, Rule
 
@@ -72,13 +78,41 @@ def _load(
             kv = memory if isinstance(memory, KVCache) else _torch_cache(model, config, decoder.device, memory)
             return Loaded(ModelRunner(decoder, kv, config.num_host_slots, rule), model, version)
         num_threads = config.num_threads or torch.get_num_threads()
-        native = NativeDecoder(model, weights, version, config.level, compiled, num_threads)
+        decoder_in_c = _native(model, weights, version, config, compiled, num_threads)
         assert not isinstance(memory, KVCache)
         cache = memory if isinstance(memory, NativeCache) else _native_cache(model, config, memory)
-        native.bind(cache)
-        return Loaded(ModelRunner(native, cache, config.num_host_slots, rule), model, version)
+        decoder_in_c.bind(cache)
+        return Loaded(ModelRunner(decoder_in_c, cache, config.num_host_slots, rule), model, version)
 
     return build(path, make, level=config.level, device=config.device, progress=progress)
+
+
+def _native(
+    model: ModelConfig, weights: Weights, version: str, config: EngineConfig, compiled: library.Library, num_threads: int
+) -> NativeDecoder:
+    """From a file of packed weights, where there is a folder for such. It is written where it isn't there, and can be."""
+
+    def made(source: Weights | Packed) -> NativeDecoder:
+        return NativeDecoder(model, source, version, config.level, compiled, num_threads)
+
+    if config.packed_folder is None:
+        return made(weights)
+    path = packed_file.file_of(config.packed_folder, version, config.level, repr(model), compiled.name, _packing_code())
+    if (found := packed_file.find(path)) is not None:
+        return made(found)
+    decoder = made(weights)
+    with contextlib.suppress(OSError):  # without a file the weights are this process's own
+        packed_file.write(path, decoder.structures(), decoder.ends, decoder.weights, config.max_packed_bytes)
+        if (found := packed_file.find(path)) is not None:
+            return made(found)
+    return decoder
+
+
+@lru_cache
+def _packing_code() -> str:
+    """Names the code that decides how weights lie."""
+    files = [Path(module.__file__ or "") for module in (packed_file, packing, quantization, native, loader)]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _torch_cache(model: ModelConfig, config: EngineConfig, device: torch.device, pages: Tensor | None) -> KVCache:

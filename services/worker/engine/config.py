@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 
 class ModelFileError(ValueError):
@@ -127,6 +128,8 @@ class EngineConfig:
     verification: Verification = Verification.GUMBEL
     host_blocks: int = 0  # what the prefix cache evicts goes on in as many blocks of host memory
     swap_blocks: int = 0  # so many blocks of preempted sequences, at most, are kept in host memory, too, and are never given up
+    packed_folder: Path | None = None  # where weights that the kernels read lie as they read them, for all workers of a host; None: nowhere
+    max_packed_bytes: int = 0  # of that folder
     max_step_copies: int = 256  # blocks copied there in one step, and as many back: at 2 MiB over PCIe some 20 ms each way
 
     @property

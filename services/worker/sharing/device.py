@@ -1,6 +1,6 @@
 """The engines of one device, one for each model, which take turns step by step. One thread calls it; it knows no RPC."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -10,6 +10,7 @@ from services.worker.engine.request import EngineRequest, TokenOutput
 from services.worker.sharing import claims
 from services.worker.sharing.arena import Arena
 from services.worker.sharing.claims import Resting, Tenant
+from services.worker.sharing.orders import Kind, Outcome, obey
 from services.worker.sharing.timeslice import TimeSlice
 from services.worker.sharing.weights import Weights
 
@@ -128,6 +129,7 @@ class SharedDevice:
             member.abort(request_id)
             if request_id in self._progress.get(model, ()):
                 self._changed.add(model)
+        self._rest(0.0)
 
     def step(self, now: float) -> Stepped:
         """One step of the model whose turn it is; none while all weights that are wanted are elsewhere. `now` in seconds, any origin."""
@@ -147,6 +149,7 @@ class SharedDevice:
             member.is_delayed = not self._weights.is_there(model)
         computed, generated = member.num_tokens
         outputs = member.step(now)
+        self._rest(now)
         stepped = Stepped(model, outputs, member.num_tokens[0] - computed, member.num_tokens[1] - generated)
         if outputs or stepped.num_tokens:
             self._idle.clear()
@@ -154,12 +157,38 @@ class SharedDevice:
             self._idle.add(model)
         return stepped
 
+    def _rest(self, now: float) -> None:
+        """An idle device claims nothing."""
+        if self._arena is not None and not self.has_work:
+            claims.settle(self._arena, {}, now)
+
     def _able(self, urgency: Mapping[str, int], now: float) -> list[str]:
         """Whose weights are there, of those that have work."""
         if self._weights is None:
             return list(urgency)
         self._weights.advance(urgency, now)
         return self._weights.able(urgency)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether weights come, or are to come, though nobody may have work."""
+        return self._weights is not None and self._weights.residency.is_moving
+
+    def move(self, now: float) -> None:
+        """In the place of a step where there is no work: weights that are to come do."""
+        if self._weights is not None:
+            self._weights.advance({}, now)
+
+    def obey(self, kind: Kind, model: str, now: float) -> Outcome:
+        """An act of an operator or a scheduler, between steps."""
+        if self._weights is None:
+            return obey(None, kind, model, 0, now)
+        return self._weights.obey(kind, model, len(self.members[model].progress()), now)
+
+    def pin(self, models: Collection[str]) -> None:
+        """These stay on the device, beside those of the worker's settings."""
+        if self._weights is not None:
+            self._weights.residency.pin(models)
 
     def took(self, model: str, seconds: float) -> None:
         """How long its step was, for whose turn is next. Nobody pays for one that there wasn't."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from services.worker.engine.batch import Batch, SpanResult
 from services.worker.engine.request import SequenceError
 from services.worker.sharing.layout import allocate
+from services.worker.sharing.orders import Kind, Outcome, obey
 from services.worker.sharing.residency import Place, Residency
 
 
@@ -44,7 +45,10 @@ class Weights:
         self._memory = allocate(1, budget, device)[0].fill_(0)
         self._coming: tuple[str, threading.Thread] | None = None
         self._seconds = 0.0  # of what came last
-        for model, decoder in decoders.items():
+        self.on_failure: Callable[[str, str], None] = lambda _model, _reason: None
+        """Called with a model, and the reason, whose weights are lost: it is to be given a FailedRunner."""
+        # Pinned ones first: what they leave decides about the others.
+        for model, decoder in sorted(decoders.items(), key=lambda item: item[0] not in pinned):
             self.residency.add(model, len(decoder.weights), pinned=model in pinned)
             decoder.move(None)
 
@@ -74,10 +78,22 @@ class Weights:
         for model in move.evicted:
             self._decoders[model].move(None)
         decoder = self._decoders[move.model]
-        decoder.move(self._memory[move.offset : move.offset + len(decoder.weights)])
+        try:
+            decoder.move(self._memory[move.offset : move.offset + len(decoder.weights)])
+        except OSError as error:
+            self.residency.fail(move.model, str(error))
+            self.on_failure(move.model, str(error))
+            return
         thread = threading.Thread(target=self._bring, args=(decoder,), name=f"weights of {move.model}", daemon=True)
         self._coming = move.model, thread
         thread.start()
+
+    def obey(self, kind: Kind, model: str, num_requests: int, now: float) -> Outcome:
+        """An act of an operator or a scheduler; `num_requests` are those that the model has."""
+        outcome = obey(self.residency, kind, model, num_requests, now)
+        if outcome.drop:
+            self._decoders[model].move(None)
+        return outcome
 
     def _bring(self, decoder: Movable) -> None:
         started = self._clock()

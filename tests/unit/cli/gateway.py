@@ -21,6 +21,9 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         self.tokens: list[Any] = []
         self.cancelled = threading.Event()
         self.fleet_is_empty = False
+        self.is_for_users = False  # nobody is an operator
+        self.states: list[scheduler_pb2.ModelState] = []  # of the first worker's models
+        self.budget: scheduler_pb2.DeviceBudget | None = None
         self.batches: list[batch_pb2.Batch] = []
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Any) -> AsyncIterator[inference_pb2.ChatResponse]:  # type: ignore[override]
@@ -96,6 +99,8 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         yield inference_pb2.StreamResultsResponse(batch=_batch(), cursor=2)
 
     async def GetFleet(self, request: Any, context: Any) -> admin_pb2.GetFleetResponse:  # type: ignore[override]
+        if self.is_for_users:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "for operators")
         if self.fleet_is_empty:
             return admin_pb2.GetFleetResponse()
         registration = scheduler_pb2.Register(worker_id="worker-1", max_sequences=32)
@@ -103,6 +108,10 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
         registration.models.add(model="vectors@fp32", num_blocks=1 << 20, max_call_tokens=1 << 19)
         beat = scheduler_pb2.Heartbeat(healthy=True, num_running=3, num_used_blocks=40, utilization=0.5, temperature_celsius=61)
         workers = [admin_pb2.WorkerState(registration=registration, heartbeat=beat, ready=True)]
+        told = workers[0].heartbeat
+        told.models.extend(self.states)
+        if self.budget is not None:
+            told.budget.CopyFrom(self.budget)
         registration = scheduler_pb2.Register(worker_id="worker-2", max_sequences=32, models=registration.models)
         workers.append(
             admin_pb2.WorkerState(
@@ -115,6 +124,13 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminS
     async def Drain(self, request: Any, context: Any) -> admin_pb2.DrainResponse:  # type: ignore[override]
         self.acts.append(request)
         return admin_pb2.DrainResponse(worker_ids=[] if request.undrain else ["worker-1", "worker-2"])
+
+    async def SetModel(self, request: Any, context: Any) -> admin_pb2.SetModelResponse:  # type: ignore[override]
+        self.acts.append(request)
+        said = [admin_pb2.WorkerOutcome(worker_id="worker-1", words="is coming to the device")]
+        if request.worker != "worker-1":
+            said.append(admin_pb2.WorkerOutcome(worker_id="worker-2", refused=True, words="is in use by a request"))
+        return admin_pb2.SetModelResponse(outcomes=said)
 
     async def CreateKey(self, request: Any, context: Any) -> admin_pb2.CreateKeyResponse:  # type: ignore[override]
         self.acts.append(request)

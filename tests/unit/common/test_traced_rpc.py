@@ -168,10 +168,10 @@ async def test_a_thousand_streams_that_are_left_end_every_span(caplog: pytest.Lo
         for begun in range(0, 1000, 50):
             await asyncio.gather(*(one(begun + number) for number in range(50)))
         gc.collect()
-        await spans.all_ended(1000)
+        await spans.all_ended(2000)
         num_client = [span for span in spans.named(STREAM[1:]) if span.kind is SpanKind.CLIENT]
     assert len(spans.named("request")) == 1000
-    assert len(num_client) == 800  # of those that were dropped at once, none was ever sent
+    assert len(num_client) == 1000
     told = {
         span.attributes.get(semconv.RPC_RESPONSE_STATUS_CODE) or span.attributes[semconv.ERROR_TYPE] for span in spans.named(STREAM[1:])
     }

@@ -13,7 +13,7 @@ OVERLAY = yaml.safe_load((DEPLOY / "compose.observe.yaml").read_text(encoding="u
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
 OBSERVERS = ("collector", "jaeger", "prometheus", "grafana")
 SERVICES: dict[str, dict[str, Any]] = CORE["services"] | {name: OVERLAY["services"][name] for name in OBSERVERS}
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?[-?]([^}]*))?\}")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?([-?+])([^{}]*))?\}")
 
 
 def stages() -> dict[str, str]:
@@ -22,9 +22,19 @@ def stages() -> dict[str, str]:
     return {name: f"FROM {parent}\n{body}" for parent, name, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True)}
 
 
-def filled(value: object) -> str:
-    """A value with its variables' defaults."""
-    return _VARIABLE.sub(lambda match: match[2] or "", str(value))
+def filled(value: object, **variables: str) -> str:
+    """A value with these variables, and the defaults of the others."""
+
+    def fill(match: re.Match[str]) -> str:
+        name, kind, word = match.groups()
+        if kind == "+":
+            return word if variables.get(name) else ""
+        return variables.get(name) or word or ""
+
+    text, before = str(value), ""
+    while text != before:  # one may be in another
+        text, before = _VARIABLE.sub(fill, text), text
+    return text
 
 
 def addresses(service: str, *endings: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import re
 import tomllib
 import urllib.parse
+from pathlib import PurePosixPath
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from services.common.settings import ServiceSettings, read
 from services.gateway.settings import GatewaySettings
 from services.scheduler.settings import SchedulerSettings
 from services.worker.settings import WorkerSettings
-from tests.unit.deploy.stack import CORE, DEPLOY, OBSERVERS, OVERLAY, SERVICES, addresses, filled, stages
+from tests.unit.deploy.stack import CORE, DEPLOY, DOCKERFILE, OBSERVERS, OVERLAY, SERVICES, addresses, filled, stages
 
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "gateway": GatewaySettings,
@@ -62,6 +63,25 @@ def test_workers_are_told_apart() -> None:
     workers = [name for name in SETTINGS if name.startswith("worker")]
     assert [SERVICES[name]["environment"]["FOREBAY_WORKER_ID"] for name in workers] == workers
     assert [SERVICES[name]["environment"]["FOREBAY_ADVERTISED_ADDRESS"] for name in workers] == [f"{name}:50061" for name in workers]
+
+
+@pytest.mark.parametrize("service", [name for name in SETTINGS if name.startswith("worker")])
+def test_what_a_worker_died_with_outlives_its_container(service: str) -> None:
+    record = PurePosixPath(SERVICES[service]["environment"]["FOREBAY_FLIGHT_RECORD_FILE"])
+    assert record.stem == service, "its own"
+    assert f"workers:{record.parent}" in SERVICES[service]["volumes"]
+    assert "workers" in CORE["volumes"]
+    assert f"mkdir {record.parent} && chown forebay: {record.parent}" in DOCKERFILE, "a new volume is its image's folder's owner's"
+
+
+def test_a_second_model_that_embeds_is_served_where_it_is_named() -> None:
+    named = {"FOREBAY_MODEL_FILE": "m.gguf", "FOREBAY_MODEL_NAME": "chat", "FOREBAY_MODEL_DIR": "/m"}
+    both = {**named, "FOREBAY_EMBEDDING_DIR": "/e", "FOREBAY_EMBEDDING_NAME": "vectors"}
+    for service, name in [("gateway", "FOREBAY_MODELS"), ("worker-1", "FOREBAY_MODEL"), ("worker-cuda", "FOREBAY_MODEL")]:
+        assert filled(SERVICES[service]["environment"][name], **named) == "/models/m.gguf=chat"
+        assert filled(SERVICES[service]["environment"][name], **both) == "/models/m.gguf=chat,/embedding=vectors"
+        assert "/e:/embedding:ro" in [filled(volume, **both) for volume in SERVICES[service]["volumes"]]
+        assert "/m:/embedding:ro" in [filled(volume, **named) for volume in SERVICES[service]["volumes"]], "something must be mounted"
 
 
 def test_valkey_listens_where_schedulers_look() -> None:

@@ -203,12 +203,13 @@ async def stack(
     models, mesh = Models([make_model(**{"ready": False} | model), *others]), Mesh([scheduler.address], limits)
     with tempfile.TemporaryDirectory() as folder:
         keys = FileKeys(write_jwks(Path(folder) / "jwks.json"))
+        orgs = Orgs(mesh, keeping)
         gateway = Gateway(
             Authenticator(keys, issuer=ISSUER, audience=AUDIENCE, api_key_owner=ApiKeys(mesh, keeping).caller),
             Catalogue(models, lambda: public),
             mesh,
-            Orgs(mesh, keeping),
-            FleetWatch(mesh, models),
+            orgs,
+            FleetWatch(mesh, models, orgs),
             GatewayMetrics(registry),
             calls=OpenCalls(max_open_calls),
             max_tokens_cap=max_tokens_cap,

@@ -15,6 +15,7 @@ from tests.unit.gateway.test_server import metadata
 OPERATOR = make_token("ops", "user", "operator", sub="olga")
 CALLS: list[tuple[str, Any]] = [
     ("Drain", admin_pb2.DrainRequest(name="w1", undrain=True, actor="forged")),
+    ("SetModel", admin_pb2.SetModelRequest(model="m", actor="forged")),
     ("ListOrgs", admin_pb2.ListOrgsRequest()),
     ("SetOrg", admin_pb2.SetOrgRequest(policy=types_pb2.OrgPolicy(org="acme", weight=2), fields=["weight"], actor="forged")),
     ("ResetOrg", admin_pb2.ResetOrgRequest(org="acme", actor="forged")),
@@ -52,6 +53,17 @@ async def test_others_are_refused_before_a_scheduler_hears_of_it(method: str, re
                 await call(mesh, method, request_, token)
             assert caught.value.code is Code.PERMISSION_DENIED
         assert not mesh.scheduler.acts
+        await mesh.scheduler.denied.until_length(1)
+        assert mesh.scheduler.denied == [("acme/someone", method)]
+
+
+async def test_a_flood_of_refused_acts_is_noted_once() -> None:
+    async with stack(play([])) as mesh:
+        for method in ("ListKeys", "ListKeys", "GetFleet", "ListKeys"):
+            with pytest.raises(StatusError):
+                await call(mesh, method, dict(CALLS).get(method, admin_pb2.GetFleetRequest()), make_token("acme", "user"))
+        await mesh.scheduler.denied.until_length(2)
+        assert sorted(mesh.scheduler.denied) == [("acme/someone", "GetFleet"), ("acme/someone", "ListKeys")]
 
 
 async def test_an_api_key_acts_under_its_id() -> None:

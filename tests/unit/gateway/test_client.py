@@ -95,9 +95,10 @@ async def test_a_lost_worker_costs_no_token(how: Code) -> None:
         _, events = await run(mesh)
         assert ids_of(events) == ids
         assert [place.lost_epoch for place in scheduler.places] == sorted(place.lost_epoch for place in scheduler.places)
-        assert scheduler.places[-1].num_delivered_tokens >= 3
         moved = workers[1].calls[0].request
-        assert list(moved.delivered[0].ids) == ids[: len(moved.delivered[0].ids)]
+        delivered = [token for each in moved.delivered for token in each.ids]
+        assert delivered == ids[: scheduler.places[-1].num_delivered_tokens], "gRPC may drop what is unread when a call fails"
+        assert len(delivered) <= 3
         finishes = await scheduler.finishes.until_length(1)
         assert finishes[0].epoch == moved.epoch
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.common.errors import Code, unavailable
+from services.common.errors import Code, StatusError, unavailable
 from services.gateway import fleet
 from tests.fakes import LENGTH, STOP, WorkerCall, play
 from tests.unit.gateway.build import EOS, MAX_MODEL_LEN, events_of, letters, stack
@@ -65,7 +65,35 @@ async def test_one_failing_prompt_fails_the_request_and_ends_the_others() -> Non
         answer = await mesh.http.post(URL, json={"prompt": ["good", "bad"]})
         assert answer.status_code == 500
         await mesh.scheduler.finishes.until_length(2)
+        assert {finish.status_code for finish in mesh.scheduler.finishes} == {Code.INTERNAL.value[0]}, (
+            "the other is charged for nothing either"
+        )
         assert mesh.metric("forebay_requests_in_flight", face="http") == 0
+
+
+async def test_prompts_are_reserved_together_before_any_is_placed() -> None:
+    async with stack(repeats) as mesh:
+        assert (await mesh.http.post(URL, json={"prompt": ["a", "b"]})).status_code == 200
+        (asked,) = mesh.scheduler.reserved
+        assert [ticket.request_id for ticket in asked.tickets] == [place.ticket.request_id for place in mesh.scheduler.places]
+        assert (await mesh.http.post(URL, json={"prompt": "a"})).status_code == 200
+        assert len(mesh.scheduler.reserved) == 1
+        mesh.scheduler.refusals.append(StatusError(Code.RESOURCE_EXHAUSTED, "over", reason="QUOTA_EXCEEDED", retry_after_seconds=3))
+        answer = await mesh.http.post(URL, json={"prompt": ["a", "b"]})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+        assert len(mesh.scheduler.places) == 3
+
+
+async def test_a_class_that_a_lease_has_lowered_is_told() -> None:
+    async with stack(repeats) as mesh:
+        mesh.scheduler.terms["latency_class"] = 3
+        for body in ({"prompt": "a"}, {"prompt": ["a", "b"]}):
+            answer = await mesh.http.post(URL, json={**body, "service_tier": "priority"})
+            assert (answer.headers["x-forebay-class"], answer.headers["x-forebay-class-lowered-from"]) == ("batch", "realtime")
+            assert answer.json()["service_tier"] == "flex"
+        assert {call.request.latency_class for call in mesh.workers[0].calls} == {3}
+        await mesh.scheduler.finishes.until_length(3)
+        assert [end.explanation.lowered_from for end in mesh.scheduler.finishes] == [1, 1, 1]
 
 
 async def test_echo_with_logprobs_covers_prompt_and_output() -> None:

@@ -54,7 +54,8 @@ async def test_a_stream_and_a_whole_answer_are_one_request(mesh: Stack) -> None:
 async def test_the_same_key_is_the_same_request_over_grpc(mesh: Stack) -> None:
     request = inference_pb2.GenerateRequest(model="tiny", text="hi", sampling=types_pb2.SamplingParams(max_tokens=2))
     metadata = (("authorization", mesh.token()), *KEY.items())
-    started = [[event async for event in mesh.inference.Generate(request, metadata=metadata)][0].started for _ in range(2)]
+    answers = [[event async for event in mesh.inference.Generate(request, metadata=metadata)] for _ in range(2)]
+    started = [events[0].started for events in answers]
     assert started[0] == started[1]
     over_http = await mesh.http.post("/v1/completions", json=BODY, headers=KEY)
     assert over_http.json()["id"] == f"cmpl-{started[0].request_id}", "whichever face"

@@ -30,8 +30,8 @@ def identity(folder: Path, role: str, clock: Clock | None = None) -> Identity:
 
 async def generate(mesh: Mesh, worker: FakeWorker) -> int:
     """The number of messages of one Generate call."""
-    with mesh.worker(worker.address) as stub:
-        return len([message async for message in stub.Generate(worker_pb2.WorkerServiceGenerateRequest(request_id="r"), timeout=10)])
+    with mesh.worker(worker.address) as there:
+        return len([message async for message in there.stub.Generate(worker_pb2.WorkerServiceGenerateRequest(request_id="r"), timeout=10)])
 
 
 async def test_a_new_ca_is_taken_up_and_open_calls_go_on(folder: Path) -> None:

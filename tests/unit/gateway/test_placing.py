@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import Code, StatusError, unavailable
+from services.gateway import full_queues
 from services.gateway.mesh import Mesh, MeshLimits
 from services.gateway.placing import Deadline, Placement
 from tests.fakes import FakeScheduler, FakeWorker, play, serving
@@ -93,10 +94,56 @@ async def test_a_full_queue_is_the_mesh_s_answer_whoever_gives_it() -> None:
         await mesh.close()
 
 
-@pytest.mark.parametrize(
-    ("reason", "code", "seen"),
-    [("MODEL_NOT_ALLOWED", Code.NOT_FOUND, "MODEL_NOT_FOUND"), ("CLASS_NOT_ALLOWED", Code.UNAVAILABLE, "POLICY_CHANGED")],
-)
+async def test_a_full_queue_is_not_waited_out_however_soon_there_may_be_room() -> None:
+    """Case F25."""
+    scheduler = FakeScheduler([])
+    async with serving(scheduler):
+        mesh = Mesh([scheduler.address], PATIENT)
+        scheduler.refusals.append(unavailable("full", 0.01, reason="QUEUE_FULL"))
+        with pytest.raises(StatusError, match="full"):
+            await placement(mesh).lease(0)
+        assert len(scheduler.places) == 1
+        await mesh.close()
+
+
+async def test_a_flood_asks_a_full_queue_by_a_few_calls_at_a_time() -> None:
+    """Case F24 and F25: what those are told is told to all others at once, and ends when one of them has a place."""
+    worker = FakeWorker(play([1]))
+    scheduler = FakeScheduler([worker])
+    async with serving(worker, scheduler):
+        mesh = Mesh([scheduler.address], PATIENT)
+        scheduler.refusals.append(unavailable("full", 9.0, reason="QUEUE_FULL"))
+        with pytest.raises(StatusError):
+            await placement(mesh).lease(0)
+        scheduler.hold.clear()
+        probes = [asyncio.create_task(placement(mesh).lease(0)) for _ in range(full_queues.PROBES)]
+        await scheduler.places.until_length(1 + len(probes))
+        for _ in range(20):
+            with pytest.raises(StatusError) as refusal:
+                await placement(mesh).lease(0)
+            assert (refusal.value.code, refusal.value.reason) == (Code.UNAVAILABLE, "QUEUE_FULL")
+            assert 7 < (refusal.value.retry_after_seconds or 0) < 11
+        assert len(scheduler.places) == 1 + len(probes)
+        scheduler.hold.set()
+        await asyncio.gather(*probes)
+        assert (await placement(mesh).lease(0)).epoch == 1
+        await mesh.close()
+
+
+async def test_the_class_is_the_lease_s_and_stays_so() -> None:
+    worker = FakeWorker(play([1]))
+    scheduler = FakeScheduler([worker])
+    scheduler.terms["latency_class"] = 3
+    async with serving(worker, scheduler):
+        mesh = Mesh([scheduler.address], PATIENT)
+        place = placement(mesh)
+        for _ in range(2):
+            await place.lease(0)
+        assert [asked.ticket.latency_class for asked in scheduler.places] == [2, 3]
+        await mesh.close()
+
+
+@pytest.mark.parametrize(("reason", "code", "seen"), [("MODEL_NOT_ALLOWED", Code.NOT_FOUND, "MODEL_NOT_FOUND")])
 async def test_a_policy_that_has_changed_since_admission_is_seen_as_it_will_be(reason: str, code: Code, seen: str) -> None:
     scheduler = FakeScheduler([])
     async with serving(scheduler):

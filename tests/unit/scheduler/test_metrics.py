@@ -13,6 +13,7 @@ def test_queues_and_workers_are_shown_as_they_are_now() -> None:
             waiting=lambda: {"tiny@fp32": 12, "other@fp32": 0},
             workers_ready=lambda: {"tiny@fp32": len(ages)},
             heartbeat_ages=lambda: ages,
+            sharing_loads=lambda: {"w1": 0.5},
             num_leases=lambda: 5,
             num_streams=lambda: 12,
             redis_away=lambda: True,
@@ -31,6 +32,7 @@ def test_queues_and_workers_are_shown_as_they_are_now() -> None:
     assert (value("forebay_queue_depth", **realtime), value("forebay_queue_oldest_seconds", **realtime)) == (3, 1.5)
     assert value("forebay_queue_depth", model="tiny@fp32", latency_class="batch") == 9
     assert value("forebay_worker_heartbeat_age_seconds", worker="w2") == 4
+    assert value("forebay_sharing_load", worker="w1") == 0.5
     assert [value("vllm:num_requests_waiting", model_name=f"{name}@fp32", engine="queue") for name in ("tiny", "other")] == [12, 0]
     assert [value(f"forebay_{name}") for name in ("leases", "place_streams", "redis_away", "policy_refused")] == [5, 12, 1, 0]
     assert [value(f"forebay_{name}_total") for name in ("redis_failures", "policy_failures")] == [7, 1]

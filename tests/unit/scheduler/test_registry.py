@@ -7,12 +7,12 @@ import pytest
 from forebay.v1 import scheduler_pb2
 from services.common.errors import StatusError
 from services.policy.org import OrgPolicy
+from services.scheduler.attachment import check_registration
 from services.scheduler.policy.backlog import Backlog
 from services.scheduler.policy.fleet import Worker, could_hold, needs, room
 from services.scheduler.policy.node import StepCost
 from services.scheduler.policy.order import Ticket
-from services.scheduler.registry import FORGET_SECONDS, Registry
-from services.scheduler.server import check_registration
+from services.scheduler.registry import FORGET_SECONDS, NEVER_SECONDS, UNMEASURED_BYTES_PER_SECOND, Registry, node_state
 
 STREAM = object()
 
@@ -175,3 +175,19 @@ def test_a_registration_whose_cache_holds_no_call_is_refused() -> None:
     registration.models[1].max_call_tokens = 8193
     with pytest.raises(StatusError, match="its longest request is of 8193 tokens"):
         check_registration(registration)
+
+
+def test_models_whose_weights_are_elsewhere_are_told_with_the_seconds_that_they_take() -> None:
+    heartbeat = scheduler_pb2.Heartbeat(
+        models=[
+            scheduler_pb2.ModelState(model="here", place=scheduler_pb2.MODEL_PLACE_DEVICE, load_seconds=3),
+            scheduler_pb2.ModelState(model="measured", place=scheduler_pb2.MODEL_PLACE_HOST, load_seconds=1.5, num_bytes=1),
+            scheduler_pb2.ModelState(model="coming", place=scheduler_pb2.MODEL_PLACE_LOADING, load_seconds=0.2),
+            scheduler_pb2.ModelState(
+                model="unmeasured", place=scheduler_pb2.MODEL_PLACE_HOST, num_bytes=int(2 * UNMEASURED_BYTES_PER_SECOND)
+            ),
+            scheduler_pb2.ModelState(model="broken", place=scheduler_pb2.MODEL_PLACE_COLD, failure="the file is damaged"),
+        ]
+    )
+    absent = node_state(scheduler_pb2.Register(), heartbeat).absent
+    assert absent == {"measured": 1.5, "coming": 0.2, "unmeasured": 2.0, "broken": NEVER_SECONDS}

@@ -16,7 +16,7 @@ from services.scheduler.policy.pick import MAX_ALL, Placement, plan
 from services.scheduler.policy.prefix_index import PrefixIndex
 from services.scheduler.policy.routing import ROUTINGS, paper_health
 from services.scheduler.policy.rules import Rules
-from tests.scheduler_harness import make_ticket, make_worker
+from tests.scheduler_harness import MODEL, make_ticket, make_worker
 
 FAST = NodeState(step=StepCost(0.005, 20e-6, 10e-6, 50e-9), max_step_tokens=2048)
 SLOW = replace(FAST, step=StepCost(0.009, 70e-6, 10e-6, 80e-9))
@@ -59,11 +59,36 @@ def test_seconds_are_the_sum_of_their_parts() -> None:
     memory = Memory()
     memory.backlog.told("of w1", 5000, 0.0, (), 0.0)
     rules = Rules(distance=lambda here, there: 0.03)
-    cost = _cost(_place([_worker("w1", used=8, blocks=900)], memory=memory, rules=rules))
-    parts = [cost[f"{part}_seconds"] for part in ("queue", "prefill", "load", "slowdown", "network")]
+    absent = replace(FAST, absent={MODEL: 0.7})
+    cost = _cost(_place([_worker("w1", absent, used=8, blocks=900)], memory=memory, rules=rules))
+    parts = [cost[f"{part}_seconds"] for part in ("queue", "weights", "prefill", "load", "slowdown", "network")]
     assert all(part > 0 for part in parts)
     assert cost["seconds"] == pytest.approx(sum(parts))
-    assert cost["network_seconds"] == 0.03
+    assert (cost["network_seconds"], cost["weights_seconds"]) == (0.03, 0.7)
+
+
+@pytest.mark.parametrize("routing", ["seconds", "paper"])
+def test_a_request_goes_where_its_model_is_unless_the_queue_is_longer_than_the_load(routing: str) -> None:
+    elsewhere, here = _worker("a", replace(FAST, absent={MODEL: 2.0, "other@fp32": 9.0})), _worker("b")
+    assert _where(elsewhere, here, routing=routing) == "b"
+    memory = Memory()
+    memory.backlog.told("of b", 60_000, 0.0, (), 0.0)  # about 1.4 s
+    assert _where(elsewhere, here, routing=routing, memory=memory) == "b"
+    memory.backlog.told("of b", 120_000, 0.0, (), 0.0)
+    placement = _place([elsewhere, here], routing, memory=memory)
+    assert placement.worker.worker_id == "a"
+    assert (_cost(placement)["weights_seconds"], _cost(placement, 1)["weights_seconds"]) == (2.0, 0.0)
+
+
+def test_it_does_so_too_while_step_times_are_not_known() -> None:
+    unknown = NodeState()
+    elsewhere, here = _worker("a", replace(unknown, absent={MODEL: 2.0})), _worker("b", unknown)
+    assert _where(elsewhere, here) == "b"
+    memory = Memory()
+    memory.backlog.told("of b", 1900, 0.0, (), 0.0)
+    assert _where(elsewhere, here, memory=memory) == "b"
+    memory.backlog.told("of b", 2100, 0.0, (), 0.0)
+    assert _where(elsewhere, here, memory=memory) == "a"
 
 
 def test_seconds_prefer_the_faster_worker_until_it_has_more_to_do() -> None:

@@ -157,3 +157,26 @@ def test_a_lone_model_must_fit_and_stays(folders: dict[str, Path]) -> None:
     assert run(engine, [EngineRequest("r", [1], greedy(1))])
     with pytest.raises(SettingsError, match="its weights take"):
         asyncio.run(loading.load(WorkerSettings.model_validate(base | {"device_memory": 4_900_000}), asyncio.Event()))
+
+
+def test_a_file_that_is_lost_after_the_start_fails_nobody_and_one_cut_short_its_own_model(load: Load, tmp_path: Path) -> None:
+    """Workers map one file of packed weights, and never read the checkpoint again."""
+    sizes = [len(loading.decoder_of(engine).weights) for engine, _ in load().models]  # type: ignore[union-attr]
+    cache = tmp_path / "weights"
+    fields = {"device_memory": device_memory(load, max(sizes) + 4096), "weights_cache": cache}
+    expected = answers(load(**fields))
+    lost, short = load(**fields), load(**fields)
+    files = {loading.decoder_of(engine)._packed.path: served.model for engine, served in short.models}  # type: ignore[union-attr]
+    assert len(set(files)) == 3
+    path, model = next(iter(files.items()))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:5000])
+    told = answers(short)
+    error = told.pop(model).error
+    assert error is not None
+    assert "cut short while it was in use" in error
+    assert {name: output.token_ids for name, output in told.items()} == {n: o.token_ids for n, o in expected.items() if n != model}
+    path.write_bytes(whole)
+    for file in files:
+        file.unlink()
+    assert {name: output.token_ids for name, output in answers(lost).items()} == {n: o.token_ids for n, o in expected.items()}

@@ -76,7 +76,7 @@ async def test_a_stop_while_loading_ends_at_once(monkeypatch: pytest.MonkeyPatch
     life = asyncio.create_task(main_module.serve(WorkerSettings(model="toy"), stop))
     await until(begun.is_set)
     stop.set()
-    await asyncio.wait_for(life, 5)
+    await asyncio.wait_for(life, 20)
     go_on.set()
 
 

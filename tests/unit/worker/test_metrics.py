@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from services.common.metrics import exposition
+from services.worker.engine.step_time import Load
 from services.worker.metrics import Ended, Metrics, WorkerMetrics, one_two_five
 from services.worker.telemetry import Sensors
 from services.worker.throughput import Throughput
@@ -203,6 +204,23 @@ def test_models_of_one_device_have_series_of_their_own_in_shared_families() -> N
     assert [value("vllm:time_to_first_token_seconds_count", model) for model in throughputs] == [0, 1]
     assert [value("vllm:num_requests_running", model) for model in throughputs] == [0, 0]
     assert [value("forebay_worker_step_loop_healthy", model) for model in throughputs] == [1, 1]
+
+
+def test_a_fitted_step_time_is_there_once_it_is_known() -> None:
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry, {"a": Throughput(num_blocks=4, block_size=4, max_sequences=2)}, max_model_len=MAX_MODEL_LEN)
+    engine = toy(ToyRunner())[0]
+    metrics.watch(lambda: {"a": engine.stats()}, lambda: 0, Sensors("cpu"))
+
+    def parts() -> list[float | None]:
+        labels = {"model_name": "a", "engine": "0"}
+        names = ("step", "token", "row", "key")
+        return [registry.get_sample_value("forebay_worker_step_time_seconds", {**labels, "per": per}) for per in names]
+
+    assert parts() == [None] * 4
+    for num_tokens in (1, 2, 3, 4) * 8:
+        engine.batcher.step_time.record(Load(num_tokens, 1, 0), 0.5 + 0.25 * num_tokens)
+    assert parts() == pytest.approx([0.5, 0.25, 0, 0], abs=0.02)
 
 
 def test_what_models_ask_of_a_shared_device_adds_up() -> None:

@@ -24,7 +24,7 @@ async def health(worker: Harness, service: str = "") -> int:
 
 
 async def until_health(worker: Harness, wanted: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while await health(worker, SERVICE_NAME) != wanted:  # noqa: ASYNC110  # a health check is asked again and again
             await asyncio.sleep(0.01)
 

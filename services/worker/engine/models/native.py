@@ -17,6 +17,7 @@ from services.worker.engine.kernels.memory import ALIGNMENT, Flat
 from services.worker.engine.kernels.packing import PANEL, interleave, pack
 from services.worker.engine.models.rotary import Rotary
 from services.worker.engine.models.step import Step
+from services.worker.engine.packed_file import Packed
 from services.worker.engine.quantization import GROUP, Quantized, Weights, stack, tensor
 
 MAX_HEAD_DIM = 256  # as kMaxWidth in attention.h
@@ -39,8 +40,9 @@ class NativeDecoder:
     """A whole model. `num_threads` compute a step together, the caller's among them."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, version: str, level: str, compiled: library.Library, num_threads: int
+        self, config: ModelConfig, weights: Weights | Packed, version: str, level: str, compiled: library.Library, num_threads: int
     ) -> None:
+        """`weights` are packed here, unless they come from a file of packed ones."""
         self.config = config
         self.version = version
         self.device = torch.device("cpu")
@@ -48,17 +50,15 @@ class NativeDecoder:
         self._cache: NativeCache | None = None
         self._functions = compiled.functions
         self._num_threads = num_threads
-        self._flat = Flat(_most_bytes(config))  # what the structures point to, until the weights are moved
+        self._packed = weights if isinstance(weights, Packed) else None
         self._ends: list[int] = []  # of its parts: the embedding, each layer, the rest
-        embedding = self._matrix(weights("model.embed_tokens.weight"))
-        self._end_part()
-        self._layers = (library.Layer * config.num_layers)()
-        for index in range(config.num_layers):
-            self._layers[index] = self._layer(weights, index)
-            self._end_part()
-        self._model = self._whole(weights, level, embedding)
-        self._end_part()
-        self._place: Tensor | None = self._flat.bytes  # where the structures point to; None: nowhere
+        if self._packed is not None:
+            self._memory, self._ends = self._packed.bytes, self._packed.ends
+            self._layers, self._model = _pointing_to(self._packed, config.num_layers)
+        else:
+            self._pack(weights, level)  # type: ignore[arg-type]
+            self._memory = self._flat.bytes
+        self._place: Tensor | None = self._memory  # where the structures point to; None: nowhere
         self._rotary = Rotary(config, torch.float32, "cpu")
 
     def __del__(self) -> None:
@@ -74,16 +74,32 @@ class NativeDecoder:
     @property
     def weights(self) -> Tensor:
         """uint8, one dimension: all weights, in host memory, as the kernels read them."""
-        return self._flat.bytes
+        return self._memory
+
+    @property
+    def ends(self) -> list[int]:
+        """Bytes of `weights` up to the end of each part."""
+        return self._ends
+
+    def structures(self) -> bytes:
+        """What tells the kernels where weights are, with pointers that count the first of them as `ALIGNMENT`. Before the first move."""
+        assert self._place is self._memory, "the weights were moved"
+        parts = [*(type(layer).from_buffer_copy(layer) for layer in self._layers), type(self._model).from_buffer_copy(self._model)]
+        for part in parts:
+            library.shift(part, ALIGNMENT - self._memory.data_ptr())  # none of them is 0, which means nowhere
+        parts[-1].layers = None
+        return b"".join(bytes(part) for part in parts)
 
     def move(self, place: Tensor | None) -> None:
         """The kernels read the weights at `place` from now on, where `bring` has still to copy them. None: nowhere, it can't compute.
 
-        Not while a step computes, and not before the last `bring` is over.
+        OSError: they are gone from the file that they were in. Not while a step computes, and not before the last `bring` is over.
         """
         assert self._runner, "no cache is bound yet"
         assert place is None or len(place) == len(self.weights), (place.shape, self.weights.shape)
         if place is not None:
+            if self._packed is not None:
+                self._packed.check()
             base = ctypes.cast(self._model.embedding.data, ctypes.c_void_p).value
             assert base is not None
             distance = place.data_ptr() - base  # the embedding comes first
@@ -170,6 +186,18 @@ class NativeDecoder:
 
     # --- packing
 
+    def _pack(self, weights: Weights, level: str) -> None:
+        config = self.config
+        self._flat = Flat(_most_bytes(config))  # what the structures point to, until the weights are moved
+        embedding = self._matrix(weights("model.embed_tokens.weight"))
+        self._end_part()
+        self._layers = (library.Layer * config.num_layers)()
+        for index in range(config.num_layers):
+            self._layers[index] = self._layer(weights, index)
+            self._end_part()
+        self._model = self._whole(weights, level, embedding)
+        self._end_part()
+
     def _end_part(self) -> None:
         self._ends.append(self._flat.num_bytes)
 
@@ -232,6 +260,18 @@ class NativeDecoder:
         values = tensor(values).float()
         padded = F.pad(values, (0, (count or len(values) + -len(values) % GROUP) - len(values))).contiguous()
         return self._flat.place(padded.view(torch.uint8)).data_ptr()
+
+
+def _pointing_to(packed: Packed, num_layers: int) -> tuple[ctypes.Array[library.Layer], library.Model]:
+    """The structures of a file, which point to where it is mapped."""
+    size = num_layers * ctypes.sizeof(library.Layer)
+    assert len(packed.structures) == size + ctypes.sizeof(library.Model), packed.path
+    layers = (library.Layer * num_layers).from_buffer_copy(packed.structures[:size])
+    model = library.Model.from_buffer_copy(packed.structures[size:])
+    for part in (model, *layers):
+        library.shift(part, packed.bytes.data_ptr() - ALIGNMENT)
+    model.layers = ctypes.cast(layers, ctypes.POINTER(library.Layer))
+    return layers, model
 
 
 def _most_bytes(config: ModelConfig) -> int:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from bench.fleet.compare import Result, Task, losses, run, stale_costs, traces
-from bench.fleet.devices import A100, H100, LARGE, SMALL, Thermals, cache_tokens, law
+from bench.fleet.devices import A100, H100, LARGE, SMALL, Thermals, law
 from bench.fleet.mesh import Arrival, Beats, Mesh, Outcome
-from bench.fleet.node import FOREVER, MAX_SEQUENCES, MAX_STEP_TOKENS, Job, Node
-from bench.fleet.scenario import nodes, scenario
+from bench.fleet.node import FOREVER, Job, Node
+from bench.fleet.scenario import node_of, nodes, scenario
 from bench.fleet.trace import BLOCK_TOKENS, SAMPLE, Row, ideal_hits, load, window
 from services.scheduler.policy import routing
 from services.scheduler.policy.fleet import Worker
@@ -47,7 +47,8 @@ def _run_alone(node: Node, rows: list[Row]) -> dict[str, Job]:
 
 def _run_batcher(rows: list[Row]) -> dict[str, tuple[float, float]]:
     """(first token, end) by the real batcher, step by step, with the same law of step times."""
-    config = EngineConfig(BLOCK_TOKENS, cache_tokens(H100, SMALL) // BLOCK_TOKENS, MAX_SEQUENCES, MAX_STEP_TOKENS)
+    engine = node_of("n", H100, SMALL, 20.0).engine
+    config = EngineConfig(engine.block_tokens, engine.num_blocks, engine.max_sequences, engine.max_step_tokens)
     batcher, times, now = Batcher(config, 1 << 17, (), "v1", "bf16"), law(H100, SMALL), 0.0
     left, first, end = list(enumerate(rows)), {}, {}
     while left or batcher.has_work:
@@ -71,7 +72,7 @@ def _run_batcher(rows: list[Row]) -> dict[str, tuple[float, float]]:
 
 
 def test_its_engine_takes_as_long_as_the_real_batcher_step_by_step() -> None:
-    jobs, real = _run_alone(Node("n", H100, SMALL, 20.0), ROWS), _run_batcher(ROWS)
+    jobs, real = _run_alone(node_of("n", H100, SMALL, 20.0), ROWS), _run_batcher(ROWS)
     assert jobs.keys() == real.keys()
     for request_id, job in jobs.items():
         assert (job.first_at, job.ended_at) == pytest.approx(real[request_id], rel=0.01), request_id
@@ -79,10 +80,10 @@ def test_its_engine_takes_as_long_as_the_real_batcher_step_by_step() -> None:
 
 
 def test_a_run_of_decoding_is_cut_where_somebody_comes() -> None:
-    node = Node("n", H100, SMALL, 20.0)
+    node = node_of("n", H100, SMALL, 20.0)
     jobs = _run_alone(node, [Row(0.0, 100, 5000), Row(10.0, 100, 2)])
     assert jobs["r1"].first_at - 10.0 < 0.1
-    alone = _run_alone(Node("n", H100, SMALL, 20.0), [Row(0.0, 100, 5000)])
+    alone = _run_alone(node_of("n", H100, SMALL, 20.0), [Row(0.0, 100, 5000)])
     assert jobs["r0"].ended_at == pytest.approx(alone["r0"].ended_at, rel=0.01)
 
 
@@ -149,7 +150,7 @@ def test_a_request_goes_only_where_its_model_is() -> None:
 
 
 def test_a_full_fleet_keeps_them_waiting_until_there_is_room() -> None:
-    node = Node("n", A100, LARGE, 20.0)
+    node = node_of("n", A100, LARGE, 20.0)
     node.warm_up()
     rows = [Arrival(Row(0.0, 60_000, 4), LARGE.name) for _ in range(9)]
     outcome = Mesh([node], Rules()).run(rows)
@@ -158,10 +159,10 @@ def test_a_full_fleet_keeps_them_waiting_until_there_is_room() -> None:
 
 
 def test_the_fleet_is_mixed_and_grows_in_proportion() -> None:
-    counts = Counter((node.device.name, node.model.name) for node in nodes(16))
+    counts = Counter((node.thermals.device.name, node.model) for node in nodes(16))
     assert sum(counts.values()) == 16
     assert len(counts) >= 5
-    assert Counter((node.device.name, node.model.name) for node in nodes(192)) == {kind: 12 * count for kind, count in counts.items()}
+    assert Counter((node.thermals.device.name, node.model) for node in nodes(192)) == {kind: 12 * count for kind, count in counts.items()}
 
 
 # --- traces

@@ -23,7 +23,7 @@ class Told(Gateway):
 
 
 def _gateway(answers: Answers) -> Told:
-    return Told("http://gateway", "token", "tiny", answers)
+    return Told("http://gateway", "token", "tiny", answers=answers)
 
 
 def _paris(_: httpx.Request) -> httpx.Response:

@@ -1,11 +1,9 @@
 """Six real models on room for two or three: all that each says is what it says alone, whoever comes and goes meanwhile."""
 
 import random
-import threading
 from pathlib import Path
 
 import pytest
-import torch
 from prometheus_client import CollectorRegistry
 
 from services.worker.engine.config import EngineConfig
@@ -21,25 +19,11 @@ from services.worker.sharing.device import SharedDevice
 from services.worker.sharing.residency import Place
 from services.worker.sharing.weights import FailedRunner, Weights
 from services.worker.weights_figures import figures
+from tests.clockwork import Clockwork
 from tests.engine_harness import Key, collect, run
 from tests.tiny_models import CONFIGS, VOCAB, kernels, make_model
 
 BASE = EngineConfig(num_threads=1, max_step_tokens=48, max_sequences=6, swap_blocks=4, backend="native", level="bf16")
-
-
-class Clockwork:
-    """Stands for a decoder: its weights come when `let_come` is set."""
-
-    def __init__(self, num_bytes: int = 4096) -> None:
-        self.weights = torch.zeros(num_bytes, dtype=torch.uint8)
-        self.place: torch.Tensor | None = self.weights
-        self.let_come = threading.Event()
-
-    def move(self, place: torch.Tensor | None) -> None:
-        self.place = place
-
-    def bring(self) -> None:
-        self.let_come.wait()
 
 
 def arrive(weights: Weights, decoder: Clockwork, work: dict[str, int], now: float) -> None:
