@@ -43,6 +43,7 @@ class Plan:
     tls: bool = False
     share: bool = False
     device_memory: str | None = None
+    gateways: int = 1
 
 
 class Mesh:
@@ -65,7 +66,7 @@ class Mesh:
         scheduler = await self._start("scheduler", {"FOREBAY_LISTEN_ADDRESS": "127.0.0.1:0", "FOREBAY_REDIS_URL": redis_url})
         address = str(scheduler["address"])
         # Side by side, for both read model files; the gateway comes last, so that it is the first to stop.
-        *_, gateway = await _all([*self._worker_starts(address), self._start_gateway(address, identity)])
+        *_, gateway = await _all([*self._worker_starts(address), self._start_gateways(address, identity)])
         grpc_address, http_address = (reachable(str(gateway[face]), "127.0.0.1") for face in ("grpc_address", "http_address"))
         names = await self._wait_for_models(Target(grpc_address, identity.token))
         running = Running(
@@ -75,7 +76,7 @@ class Mesh:
         return running
 
     async def stop(self) -> None:
-        """Drains and stops gateway, workers, scheduler, Valkey, in this order."""
+        """Drains and stops gateways, workers, scheduler, Valkey, in this order."""
         self._home.clear()
         await self._supervisor.stop()
         if self._socket is not None and self._socket.parent != self._home.valkey:
@@ -130,10 +131,22 @@ class Mesh:
             starts.append(self._start("worker", environment, name=f"worker-{number}"))
         return starts
 
-    async def _start_gateway(self, scheduler_address: str, identity: keys.Identity) -> Mapping[str, object]:
+    async def _start_gateways(self, scheduler_address: str, identity: keys.Identity) -> Mapping[str, object]:
+        """The first one says where the ports are, where any would do; the others join it there."""
+        environment = self._gateway_environment(scheduler_address, identity)
+        pins = {"grpc_address": "FOREBAY_GRPC_ADDRESS", "http_address": "FOREBAY_HTTP_ADDRESS"}
+        if self._plan.gateways == 1:
+            return await self._start("gateway", environment, pins=pins)
+        environment["FOREBAY_SHARE_PORTS"] = "true"
+        facts = await self._start("gateway", environment, name="gateway-1", pins=pins)
+        environment |= {variable: str(facts[face]) for face, variable in pins.items()}
+        await _all([self._start("gateway", environment, name=f"gateway-{number}") for number in range(2, self._plan.gateways + 1)])
+        return facts
+
+    def _gateway_environment(self, scheduler_address: str, identity: keys.Identity) -> dict[str, str]:
         plan = self._plan
         models = ",".join(f"{model.path}=" + "|".join((model.name, *model.aliases)) for model in plan.models)
-        environment = {
+        return {
             "FOREBAY_GRPC_ADDRESS": join(plan.host, plan.grpc_port),
             "FOREBAY_HTTP_ADDRESS": join(plan.host, plan.http_port),
             "FOREBAY_SCHEDULERS": scheduler_address,
@@ -142,8 +155,6 @@ class Mesh:
             "FOREBAY_JWT_ISSUER": keys.ISSUER,
             "FOREBAY_JWT_AUDIENCE": keys.AUDIENCE,
         }
-        pins = {"grpc_address": "FOREBAY_GRPC_ADDRESS", "http_address": "FOREBAY_HTTP_ADDRESS"}
-        return await self._start("gateway", environment, pins=pins)
 
     async def _start(
         self, service: str, environment: Mapping[str, str], *, name: str = "", pins: Mapping[str, str] | None = None

@@ -37,6 +37,9 @@ def up(
         ),
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-w", parser=whole("--workers", 1, 64), metavar="N", help="Workers per model.")] = 1,
+    gateways: Annotated[
+        int, typer.Option("--gateways", parser=whole("--gateways", 1, 64), metavar="N", help="Gateways, all on the same two ports.")
+    ] = 1,
     share: Annotated[
         bool,
         typer.Option(
@@ -85,7 +88,7 @@ def up(
 ) -> None:
     """Starts a mesh and keeps it up until Ctrl-C.
 
-    Its processes are Valkey, a scheduler, workers and a gateway.
+    Its processes are Valkey, a scheduler, workers and gateways.
     """
     if os.environ.get("FOREBAY_PUBLIC_TLS_CERT_FILE"):
         raise Problem("FOREBAY_PUBLIC_TLS_CERT_FILE is for a gateway run by itself (python -m services.gateway): unset it for `forebay up`")
@@ -106,6 +109,7 @@ def up(
         tls,
         share or not model,
         device_memory,
+        gateways,
     )
     asyncio.run(_keep_up(plan, Home.from_environment(), as_json))
 

@@ -121,8 +121,9 @@ class HttpServer:
         drain_seconds: int = 10,
         protocol: Callable[..., asyncio.Protocol] = H11Protocol,
         tls: ssl.SSLContext | None = None,
+        share_port: bool = False,
     ) -> None:
-        """`protocol` makes what serves one connection, with the arguments of uvicorn's own."""
+        """`protocol` makes what serves one connection, with the arguments of uvicorn's own. `share_port`: others may have it, too."""
         host, port = split(address)
         config = uvicorn.Config(
             app,
@@ -138,6 +139,7 @@ class HttpServer:
         )
         self._server = uvicorn.Server(config)
         self._tls = tls
+        self._share_port = share_port
         self._address = address
         self._task: asyncio.Task[None] | None = None
 
@@ -157,6 +159,7 @@ class HttpServer:
         listener = socket.socket(family)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(self._share_port))
             listener.bind((self._server.config.host, self._server.config.port))
         except OSError as error:
             listener.close()

@@ -37,7 +37,6 @@ _SERVER_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    ("grpc.so_reuseport", 0),
     ("grpc.server_handshake_timeout_ms", 10_000),  # a connection that doesn't speak HTTP/2 by then is closed
 ]
 
@@ -56,15 +55,22 @@ def channel(address: str, identity: Identity | None = None, role: str = "") -> g
 
 
 def server(
-    interceptors: Iterable[grpc.aio.ServerInterceptor] = (), *, max_connections: int | None = None, edge: bool = False
+    interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
+    *,
+    max_connections: int | None = None,
+    edge: bool = False,
+    share_port: bool = False,
 ) -> grpc.aio.Server:
     """A server with the mesh's limits; add services, then `add_standard_services`, then a port.
 
     Connections beyond `max_connections` are closed at once, which clients see as UNAVAILABLE. An `edge` is where traces begin.
+    `share_port`: other processes may listen on its port, too.
     """
     bound = [] if max_connections is None else [("grpc.max_allowed_incoming_connections", max_connections)]
     traced = traced_rpc.server_interceptors(edge=edge)
-    return grpc.aio.server(interceptors=[*traced, *interceptors], options=[*_SERVER_OPTIONS, *bound])
+    return grpc.aio.server(
+        interceptors=[*traced, *interceptors], options=[*_SERVER_OPTIONS, *bound, ("grpc.so_reuseport", int(share_port))]
+    )
 
 
 def add_standard_services(server: grpc.aio.Server, service_names: Iterable[str], *, internal: bool = False) -> health.aio.HealthServicer:
@@ -89,19 +95,20 @@ async def set_health(servicer: health.aio.HealthServicer, *, serving: bool, serv
         await servicer.set(name, status)
 
 
-def bind(server: grpc.aio.Server, address: str, identity: Identity | None = None) -> int:
-    """Binds host:port (port 0: any) and returns the port. OSError names the address where it is taken."""
+def bind(server: grpc.aio.Server, address: str, identity: Identity | None = None, *, share_port: bool = False) -> int:
+    """Binds host:port (port 0: any) and returns the port. OSError names the address where it is taken. `share_port` as the server's."""
     try:
-        _try_to_bind(address)
+        _try_to_bind(address, share_port=share_port)
         return server.add_insecure_port(address) if identity is None else server.add_secure_port(address, identity.server_credentials())
     except (RuntimeError, OSError) as error:
         raise OSError(f"cannot listen on {address}: choose another port or stop what uses it") from error
 
 
-def _try_to_bind(address: str) -> None:
+def _try_to_bind(address: str, *, share_port: bool) -> None:
     """Fails as gRPC would, but without the line that gRPC's core writes to standard error then."""
     host, port = split(address)
     for family, kind, protocol, _, name in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[:1]:
         with socket.socket(family, kind, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(share_port))
             listener.bind(name)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common import log, process, rpc, tls, tracing
 from services.common.address import with_port
+from services.common.handover import DEAF_SECONDS, turn_deaf
 from services.common.pem import PemFiles
 from services.common.process import HttpServer, InternalHttp, announce
 from services.common.settings import SettingsError, read
@@ -35,6 +36,9 @@ from services.gateway.server import SERVICE_NAMES, make_server
 from services.gateway.settings import GatewaySettings
 from services.policy.watched import PolicyFile
 
+_FAREWELL_SECONDS = 1.0
+"""Answers close their connections for so long before idle ones are closed, which a request may just be on its way to."""
+
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """A gateway's life: listen, serve, and on `stop` take nothing new, let open streams end, close."""
@@ -48,7 +52,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         parts.push_async_callback(_cancel, watch)
         internal = InternalHttp(settings.internal_address, registry, gateway.why_not_ready)
         parts.push_async_callback(internal.stop)
-        grpc_server, health = make_server(gateway, settings.max_connections)
+        grpc_server, health = make_server(gateway, settings.max_connections, share_port=settings.share_ports)
         parts.push_async_callback(grpc_server.stop, None)
         http_server = HttpServer(
             create_app(gateway),
@@ -56,9 +60,10 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             drain_seconds=round(settings.drain_seconds),
             protocol=functools.partial(Connection, ConnectionLimits(settings.max_connections)),
             tls=public.server_context() if public else None,
+            share_port=settings.share_ports,
         )
         parts.push_async_callback(http_server.stop)
-        grpc_port = rpc.bind(grpc_server, settings.grpc_address, public)
+        grpc_port = rpc.bind(grpc_server, settings.grpc_address, public, share_port=settings.share_ports)
         http_port, internal_port = await http_server.start(), await internal.start()
         await grpc_server.start()
         runner = asyncio.create_task(_runner(gateway, settings.batch_lines).run(), name="run jobs")
@@ -74,7 +79,16 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         gateway.draining = True
         await _cancel(runner)  # its lines are for others now
         await rpc.set_health(health, serving=False, service_names=SERVICE_NAMES)
+        if settings.share_ports:
+            await _hand_over(grpc_port, http_port)
         await asyncio.gather(grpc_server.stop(settings.drain_seconds), http_server.stop())
+
+
+async def _hand_over(*ports: int) -> None:
+    """Those who keep a connection of HTTP are told to open another, which the other gateways will have; then nobody new is heard."""
+    await asyncio.sleep(_FAREWELL_SECONDS)
+    turn_deaf(*ports)
+    await asyncio.sleep(DEAF_SECONDS)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -34,9 +34,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Response = TypeVar("Response", inference_pb2.GenerateResponse, inference_pb2.ChatResponse)
 
 
-def make_server(gateway: Gateway, max_connections: int | None = None) -> tuple[grpc.aio.Server, Any]:
+def make_server(gateway: Gateway, max_connections: int | None = None, *, share_port: bool = False) -> tuple[grpc.aio.Server, Any]:
     """The server with its services, not yet bound, and its health servicer."""
-    server = rpc.server([Edge(gateway)], max_connections=max_connections, edge=True)
+    server = rpc.server([Edge(gateway)], max_connections=max_connections, edge=True, share_port=share_port)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(gateway), server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(gateway), server)
     return server, rpc.add_standard_services(server, SERVICE_NAMES)

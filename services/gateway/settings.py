@@ -12,6 +12,9 @@ class GatewaySettings(ServiceSettings):
 
     grpc_address: HostPort = Field("127.0.0.1:0", description="host:port of the gRPC face")
     http_address: HostPort = Field("127.0.0.1:0", description="host:port of the OpenAI face")
+    share_ports: bool = Field(
+        False, description="whether other gateways may listen on the same two addresses; one that goes then hands over without a gap"
+    )
     public_tls_cert_file: PemPath = Field(None, description="PEM certificate for TLS on both faces, with its chain; without: plain")
     public_tls_key_file: PemPath = Field(None, description="its private key")
     schedulers: HostPorts = Field(min_length=1, description="host:port[,host:port...] of the schedulers")
@@ -24,8 +27,10 @@ class GatewaySettings(ServiceSettings):
     jwt_audience: str = Field("", description="the `aud` that tokens must carry; empty: any")
     region: str = Field("", max_length=64, description="label of where it is: a worker of another region costs its distance")
     max_tokens_cap: int = Field(32_768, ge=1, description="most tokens that one choice may ask for")
-    max_open_calls: int = Field(2048, ge=1, description="calls of both faces that may be open at once; more get UNAVAILABLE (503)")
-    max_connections: int = Field(4096, ge=1, description="connections that each face holds open at once; more are refused")
+    max_open_calls: int = Field(
+        2048, ge=1, description="calls of both faces that may be open at once in this process; more get UNAVAILABLE (503)"
+    )
+    max_connections: int = Field(4096, ge=1, description="connections that each face of this process holds open at once; more are refused")
     metrics_orgs: int = Field(
         50, ge=0, le=1000, description="orgs with figures of their own in /metrics, those of policy_file first; the rest is `other`"
     )

@@ -71,7 +71,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     batches.add_routes(app, gateway, face._authenticate)
     app.add_api_route("/health", face.health, methods=["GET"], **openapi.HEALTH)
     app.add_api_route("/ready", face.ready, methods=["GET"], **openapi.READY)
-    app.add_middleware(edge.Edge, calls=gateway.calls, metrics=gateway.metrics)
+    app.add_middleware(edge.Edge, calls=gateway.calls, metrics=gateway.metrics, draining=lambda: gateway.draining)
     if tracing.is_on():
         app.add_middleware(Traced)
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ The client's x-request-id is echoed and is a label only; where there is none, th
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from uuid import uuid4
@@ -32,8 +33,10 @@ class Edge:
     What asks for work (POST) counts as an open call until its answer has ended. HEAD is GET; the server leaves the body out.
     """
 
-    def __init__(self, app: ASGIApp, calls: OpenCalls, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, calls: OpenCalls, metrics: GatewayMetrics, draining: Callable[[], bool]) -> None:
+        """While `draining`, an answer ends its connection: the client's next one is another gateway's."""
         self._app = app
+        self._draining = draining
         self._calls = calls
         self._metrics = metrics
 
@@ -52,6 +55,8 @@ class Edge:
                 started = True
                 self._metrics.calls.labels("http", _method(inner), str(message["status"])).inc()
                 answered = MutableHeaders(scope=message)
+                if self._draining():
+                    answered["connection"] = "close"
                 for name, value in headers.items():
                     answered.setdefault(name, value)  # what an error says of itself is newer
             await send(message)

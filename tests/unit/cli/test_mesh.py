@@ -124,6 +124,25 @@ def test_a_folder_called_services_is_not_taken_for_ours(specs: dict[str, ChildSp
     assert specs["gateway"].command == (sys.executable, "-P", "-m", "services.gateway")
 
 
+async def test_several_gateways_share_the_first_ones_ports(tmp_path: Path, recorder: Recorder) -> None:
+    home = Home(tmp_path)
+    home.make()
+    mesh = Mesh(Plan(MODELS, grpc_port=0, http_port=0, gateways=3), home, lambda _: None)
+    with home.lock():
+        running = await mesh.start()
+    gateways = [spec for spec in recorder.specs if spec.name.startswith("gateway")]
+    assert [spec.name for spec in gateways] == ["gateway-1", "gateway-2", "gateway-3"]
+    assert all(spec.environment["FOREBAY_SHARE_PORTS"] == "true" for spec in gateways)
+    ports = [(spec.environment["FOREBAY_GRPC_ADDRESS"], spec.environment["FOREBAY_HTTP_ADDRESS"]) for spec in gateways]
+    assert ports == [("127.0.0.1:0", "127.0.0.1:0"), *[("0.0.0.0:2", "[::]:3")] * 2]
+    assert len({running.internal_addresses[spec.name] for spec in gateways}) == 3, "each has its own metrics"
+    await mesh.stop()
+
+
+def test_one_gateway_shares_its_ports_with_nobody(specs: dict[str, ChildSpec]) -> None:
+    assert "FOREBAY_SHARE_PORTS" not in specs["gateway"].environment
+
+
 async def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
     import socket
 

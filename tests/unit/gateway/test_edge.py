@@ -135,7 +135,7 @@ async def test_what_a_stop_cuts_short_is_told_to_come_back() -> None:
         begun.set()
         await asyncio.Event().wait()
 
-    server = HttpServer(edge.Edge(hangs, OpenCalls(), GatewayMetrics(CollectorRegistry())), "127.0.0.1:0", drain_seconds=0)
+    server = HttpServer(edge.Edge(hangs, OpenCalls(), GatewayMetrics(CollectorRegistry()), lambda: False), "127.0.0.1:0", drain_seconds=0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{await server.start()}", trust_env=False) as client:
         waits = asyncio.create_task(client.post("/v1/completions", json={}))
         await begun.wait()
