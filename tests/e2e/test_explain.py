@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -82,14 +83,17 @@ async def test_sixteen_at_once_add_up(traced: Mesh) -> None:
     assert len(waited) == 16
     records = await asyncio.to_thread(_explained, traced, [one.request_id for one in waited])
     queued = preempted = 0
+    unexplained = []
     for one in waited:
         record = records[one.request_id]
         phases = _seconds_by_phase(record)
         assert record.admit_seconds + sum(phases.values()) == pytest.approx(record.total_seconds, abs=1e-3)
-        # The client's own clock, with its connection and parsing, which are tens of milliseconds where 16 begin at once.
-        assert record.total_seconds == pytest.approx(one.seconds, rel=0.05, abs=0.1)
+        assert record.total_seconds <= one.seconds + 0.05, "a part of what the client waited"
+        unexplained.append((one.seconds - record.total_seconds) / one.seconds)
         queued += phases.get("queue", 0) > 0.2 * record.total_seconds
         preempted += record.usage.preemptions
+    # Where 16 begin at once, some clients' own connections and parsing take a tenth of a second on a busy machine.
+    assert statistics.median(unexplained) <= 0.15
     assert queued >= 8
     assert preempted >= 1
 
