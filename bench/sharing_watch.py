@@ -30,8 +30,8 @@ class Ledger:
     _clean: set[int] = field(default_factory=set)  # poisoned and not handed over since
 
     def handed_over(self, page: int) -> None:
-        """For Arena: a model gets the page. What it held may still have to be copied to the host."""
-        self._fresh[page] = self.writers.pop(page, None)
+        """For Arena: a model gets the page. What it held may still have to be copied to the host, even if the page goes on unused."""
+        self._fresh.setdefault(page, self.writers.pop(page, None))
 
     def writer(self, page: int) -> Owner | None:
         """Of what the page holds at this moment."""

@@ -195,7 +195,7 @@ def _grpc(mesh: Mesh, told: Told) -> None:
 
 def _job(mesh: Mesh, client: openai.OpenAI, told: Told) -> None:
     """One line that answers, one of vectors that is of the wrong endpoint, and one that is refused; then a file that isn't even lines."""
-    ask = {"model": CHAT, "messages": [{"role": "user", "content": f"{WORD}-line"}], "max_tokens": 8}
+    ask = {"model": CHAT, "messages": [{"role": "user", "content": f"{WORD}-line"}], "max_tokens": 24}
     bodies = [ask, {**ask, "structured_outputs": {"choice": [f"{WORD}-picked"]}}, {**ask, "max_tokens": -1}]
     lines = [{"custom_id": f"{WORD}-{n}", "method": "POST", "url": "/v1/chat/completions", "body": body} for n, body in enumerate(bodies)]
     file = client.files.create(file=(f"{WORD}.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode()), purpose="batch")

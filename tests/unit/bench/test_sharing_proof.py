@@ -1,9 +1,10 @@
 """The proof that sharing a device shows in nobody's tokens, at the size that fits here; and that it would show."""
 
 import pytest
+import torch
 
 from bench.sharing_proof import ORGS, Mesh, Run, alone, num_unequal, requests
-from bench.sharing_watch import POISON
+from bench.sharing_watch import POISON, Ledger
 from services.worker.engine.block_pool import CacheIdentity
 from services.worker.engine.engine import EngineRequest
 from services.worker.engine.kernels import library
@@ -42,6 +43,17 @@ def test_a_page_that_another_org_wrote_is_noted(monkeypatch: pytest.MonkeyPatch)
     for request in coming:
         mesh.serve([request], 1, share_left=0)
     assert any("org b" in read and "org a" in read for read in mesh.ledger.foreign_reads)
+
+
+def test_a_page_that_goes_on_unused_still_holds_what_was_written_before() -> None:
+    """A sequence that is put off in the step that admits it hands its pages on, with what has yet to be saved in them."""
+    ledger = Ledger(torch.zeros(2, 4, dtype=torch.uint8), {1: ("m0", ORGS[0])})
+    for _ in range(2):
+        ledger.handed_over(1)
+        assert ledger.writer(1) == ("m0", ORGS[0])
+    ledger.poison_fresh()
+    assert ledger.writer(1) is None
+    assert ledger.pages[1].tolist() == [POISON] * 4
 
 
 @pytest.mark.parametrize("poisoned", [False, True])
