@@ -23,6 +23,7 @@ from services.common.address import join, reachable
 
 _READY_SECONDS = 30.0
 _DRAIN_SECONDS = 10
+_FACES = {"grpc_address": "FOREBAY_GRPC_ADDRESS", "http_address": "FOREBAY_HTTP_ADDRESS"}
 
 Start = Coroutine[object, object, Mapping[str, object]]
 
@@ -66,9 +67,12 @@ class Mesh:
         scheduler = await self._start("scheduler", {"FOREBAY_LISTEN_ADDRESS": "127.0.0.1:0", "FOREBAY_REDIS_URL": redis_url})
         address = str(scheduler["address"])
         # Side by side, for both read model files; the gateway comes last, so that it is the first to stop.
-        *_, gateway = await _all([*self._worker_starts(address), self._start_gateways(address, identity)])
+        environment = self._gateway_environment(address, identity)
+        *_, gateway = await _all([*self._worker_starts(address), self._start_gateway(environment)])
         grpc_address, http_address = (reachable(str(gateway[face]), "127.0.0.1") for face in ("grpc_address", "http_address"))
         names = await self._wait_for_models(Target(grpc_address, identity.token))
+        if self._plan.gateways > 1:
+            await self._start_others(environment, gateway)
         running = Running(
             os.getpid(), grpc_address, f"http://{http_address}/v1", identity.token, names, self._supervisor.pids, self._internal_addresses
         )
@@ -131,17 +135,16 @@ class Mesh:
             starts.append(self._start("worker", environment, name=f"worker-{number}"))
         return starts
 
-    async def _start_gateways(self, scheduler_address: str, identity: keys.Identity) -> Mapping[str, object]:
-        """The first one says where the ports are, where any would do; the others join it there."""
-        environment = self._gateway_environment(scheduler_address, identity)
-        pins = {"grpc_address": "FOREBAY_GRPC_ADDRESS", "http_address": "FOREBAY_HTTP_ADDRESS"}
+    async def _start_gateway(self, environment: Mapping[str, str]) -> Mapping[str, object]:
+        """The one that says where the ports are, where any would do."""
         if self._plan.gateways == 1:
-            return await self._start("gateway", environment, pins=pins)
-        environment["FOREBAY_SHARE_PORTS"] = "true"
-        facts = await self._start("gateway", environment, name="gateway-1", pins=pins)
-        environment |= {variable: str(facts[face]) for face, variable in pins.items()}
-        await _all([self._start("gateway", environment, name=f"gateway-{number}") for number in range(2, self._plan.gateways + 1)])
-        return facts
+            return await self._start("gateway", environment, pins=_FACES)
+        return await self._start("gateway", {**environment, "FOREBAY_SHARE_PORTS": "true"}, name="gateway-1", pins=_FACES)
+
+    async def _start_others(self, environment: Mapping[str, str], first: Mapping[str, object]) -> None:
+        """Further gateways, on the first one's ports. They come when every model is served: the kernel gives them calls at once."""
+        shared = {**environment, "FOREBAY_SHARE_PORTS": "true", **{variable: str(first[face]) for face, variable in _FACES.items()}}
+        await _all([self._start("gateway", shared, name=f"gateway-{number}") for number in range(2, self._plan.gateways + 1)])
 
     def _gateway_environment(self, scheduler_address: str, identity: keys.Identity) -> dict[str, str]:
         plan = self._plan

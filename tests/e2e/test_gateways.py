@@ -18,6 +18,7 @@ from services.cli.home import Home
 from tests.e2e import mesh as meshes
 
 _SHORT, _LONG = 2, 150
+_KNOCKERS = 32
 _GATEWAYS = ("gateway-1", "gateway-2")
 
 
@@ -54,6 +55,15 @@ class Client:
 
     async def kept_grpc(self) -> None:
         await self.call(self.channel, _SHORT)
+
+    async def knock(self) -> None:
+        """A connection that asks for next to nothing: many of these are on their way at any moment."""
+        url = httpx.URL(self.mesh.http_base_url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200"), "answered, not reset"
+        await reader.read()
+        writer.close()
 
     async def ask(self, client: httpx.AsyncClient) -> None:
         body = {"model": self.mesh.model, "prompt": "Two", "max_tokens": _SHORT, "temperature": 0, "ignore_eos": True}
@@ -106,6 +116,7 @@ async def test_both_serve_and_one_goes_under_load_without_an_error(twins: meshes
         pid = twins.processes["gateway-1"]
         ways = (client.new_http, client.kept_http, client.new_grpc, client.kept_grpc)
         tasks = [asyncio.create_task(client.until(lambda: _is_gone(pid), way)) for way in ways for _ in range(2)]
+        tasks += [asyncio.create_task(client.until(lambda: _is_gone(pid), client.knock)) for _ in range(_KNOCKERS)]
         long = [asyncio.create_task(_stream(client)) for _ in range(6)]
         while client.num_answers < len(tasks):  # noqa: ASYNC110  # answers set no event
             await asyncio.sleep(0.01)
