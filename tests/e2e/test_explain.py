@@ -24,27 +24,29 @@ class Waited:
     seconds: float
 
 
-async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, object], latency_class: str) -> Waited:
+async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, object], latency_class: str, runs: asyncio.Event) -> Waited:
+    """`runs` is set when its answer has begun."""
     began = time.monotonic()
     async with client.stream("POST", path, json=body, headers={"x-forebay-class": latency_class}) as response:
         assert response.status_code == 200, await response.aread()
-        await response.aread()
+        async for _ in response.aiter_bytes():
+            runs.set()
     return Waited(response.headers["x-forebay-request-id"], time.monotonic() - began)
 
 
 async def _all_at_once(mesh: Mesh) -> list[Waited]:
     """13 chats of two classes and 3 calls for vectors; the worker runs one sequence at a time."""
-    ask = {"model": CHAT, "messages": [{"role": "user", "content": "Count."}], "max_tokens": 24, "ignore_eos": True, "stream": True}
+    ask = {"model": CHAT, "messages": [{"role": "user", "content": "Count."}], "max_tokens": 48, "ignore_eos": True, "stream": True}
     headers = {"authorization": f"Bearer {mesh.token}"}
     async with httpx.AsyncClient(
         base_url=mesh.http_base_url, headers=headers, timeout=90, limits=httpx.Limits(max_connections=32)
     ) as client:
-        calls = [asyncio.create_task(_ask(client, "/chat/completions", ask, "batch")) for _ in range(10)]
-        with mesh.operator() as operator:
-            await asyncio.to_thread(operator.wait_until, lambda fleet: any(w.heartbeat.num_running for w in fleet.workers), "one runs", 60)
-        calls += [asyncio.create_task(_ask(client, "/chat/completions", {**ask, "max_tokens": 8}, "realtime")) for _ in range(3)]
+        runs = asyncio.Event()
+        calls = [asyncio.create_task(_ask(client, "/chat/completions", ask, "batch", runs)) for _ in range(10)]
+        await runs.wait()
+        calls += [asyncio.create_task(_ask(client, "/chat/completions", {**ask, "max_tokens": 8}, "realtime", runs)) for _ in range(3)]
         embed = {"model": VECTORS, "input": ["a river"] * 40}
-        calls += [asyncio.create_task(_ask(client, "/embeddings", embed, "standard")) for _ in range(3)]
+        calls += [asyncio.create_task(_ask(client, "/embeddings", embed, "standard", runs)) for _ in range(3)]
         return list(await asyncio.gather(*calls))
 
 
