@@ -95,6 +95,11 @@ class Mesh:
         with self.channel() as channel:
             yield Operator(admin_pb2_grpc.AdminServiceStub(channel), self.metadata)
 
+    def worker_pid(self, name: str) -> int:
+        """Of a worker as it is now; `processes` has those of the start."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child.pid for child in children if child.environ().get("FOREBAY_WORKER_ID") == name)
+
     def wait_until_idle(self) -> None:
         """Waits until no worker has a request, a lease or a block in use."""
         with self.operator() as operator:

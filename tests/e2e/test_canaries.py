@@ -217,16 +217,13 @@ def _job(mesh: Mesh, client: openai.OpenAI, told: Told) -> None:
 
 def _killed(mesh: Mesh, told: Told) -> None:
     """A worker dies in the middle of a request, which goes on when there is one again: the flight record, and what is logged of a death."""
-    ask = {"model": CHAT, "messages": [{"role": "user", "content": f"{WORD}-killed"}], "max_tokens": 200, "ignore_eos": True}
+    ask = {"model": CHAT, "messages": [{"role": "user", "content": f"{WORD}-killed"}], "max_tokens": 800, "ignore_eos": True}
     headers = {"authorization": f"Bearer {mesh.token}"}
     before = {worker.registration.incarnation for worker in _chatting(mesh)}
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(httpx.post, f"{mesh.http_base_url}/chat/completions", json=ask, headers=headers, timeout=90)
         wait_until(lambda: any(worker.heartbeat.num_running for worker in _chatting(mesh)), "the worker has it", seconds=30)
-        os.kill(
-            next(child.pid for child in psutil.Process(mesh.process.pid).children(recursive=True) if _is_first_worker(child)),
-            signal.SIGKILL,
-        )
+        os.kill(mesh.worker_pid("worker-1"), signal.SIGKILL)
         told.said(told.answer(asking.result())["choices"][0]["message"]["content"])
     wait_until(lambda: any(w.registration.incarnation not in before for w in _chatting(mesh)), "the worker is back", seconds=60)
 
@@ -235,10 +232,6 @@ def _chatting(mesh: Mesh) -> list[Any]:
     with mesh.operator() as operator:
         workers = operator.fleet().workers
     return [worker for worker in workers if worker.ready and worker.registration.worker_id == "worker-1"]
-
-
-def _is_first_worker(process: psutil.Process) -> bool:
-    return process.environ().get("FOREBAY_WORKER_ID") == "worker-1"
 
 
 def test_what_is_told_to_whoever_looks_holds_no_word_of_requests(traced: Mesh, receiver: Receiver, told: Told) -> None:

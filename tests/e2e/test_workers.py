@@ -21,7 +21,7 @@ from tests.e2e import mesh as meshes
 from tests.tiny_models import make_model
 
 _NUM_STREAMS = 4
-_NUM_TOKENS = 64
+_NUM_TOKENS = 160
 _READY_SECONDS = 60
 
 Streams = list[tuple[list[int], str]]
@@ -112,7 +112,7 @@ async def _streams_while_killing(
 
     await asyncio.to_thread(operator.wait_until, found, "a worker has streams")
     assert not streams.done()
-    os.kill(mesh.processes[process or max(busy)], signal.SIGKILL)
+    os.kill(mesh.processes[process] if process else mesh.worker_pid(max(busy)), signal.SIGKILL)
     return await streams
 
 
@@ -142,13 +142,13 @@ async def test_streams_survive_a_killed_worker_and_a_killed_scheduler(fleet_mesh
 
 
 async def test_b42f_json_survives_a_killed_worker(fleet_mesh: meshes.Mesh, operator: meshes.Operator) -> None:
-    numbers = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 24, "maxItems": 24}
+    numbers = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 48, "maxItems": 48}
     grammar = types_pb2.Grammar(json_schema=json.dumps(numbers))
     expected = await _streams(fleet_mesh, grammar=grammar)
     assert await _streams_while_killing(fleet_mesh, operator, grammar=grammar) == expected
     whole = [json.loads(text) for _, text in expected if text.endswith("]")]
     assert whole
-    assert all(len(digits) == 24 and all(0 <= digit <= 9 for digit in digits) for digits in whole)
+    assert all(len(digits) == 48 and all(0 <= digit <= 9 for digit in digits) for digits in whole)
     await asyncio.to_thread(meshes.wait_until, lambda: _is_whole(operator), "the worker is back", _READY_SECONDS)
 
 
